@@ -207,6 +207,7 @@ def test_grammar_accepts_valid_and_rejects_invalid_texts(name):
         ({"type": "object", "properties": {"a": 1}}, "/properties/a", "properties"),
         ({"anyOf": []}, "/anyOf", "anyOf"),
         ({"items": {"minLength": -1}}, "/items/minLength", "minLength"),
+        ({**STRING, "minLength": 2_000_000, "maxLength": 3_000_000}, "/minLength", "minLength"),
         ({**INTEGER, "minimum": 5, "maximum": 4}, "/minimum", "minimum"),
         ({"type": "number", "minimum": 1e-9, "maximum": 2e-9}, "/minimum", "minimum"),
         ({"const": 2**64}, "/const", "const"),

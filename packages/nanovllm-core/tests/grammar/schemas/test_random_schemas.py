@@ -1,5 +1,4 @@
-"""Random small schemas and random small values: what a grammar permits meets the schema, and most of what meets it is
-permitted."""
+"""Random small schemas and values: a grammar permits only values that its schema allows, and most of these values."""
 
 import itertools
 import json
@@ -22,7 +21,7 @@ PATTERNS = ["^a*b?$", "^(a|ab|b){1,2}$", "a", "^[ab]{2}$", "b$", "^a|b$"]
 TYPES = ["integer", "null", "boolean", "string", "number", ["null", "integer"]]
 
 
-def scalar(rng: random.Random):
+def draw_scalar(rng: random.Random):
     low, high = sorted(rng.choices(NUMBERS, k=2))
     whole = sorted(int(number) for number in (low, high))
     names = rng.choice(["minimum", "exclusiveMinimum"]), rng.choice(["maximum", "exclusiveMaximum"])
@@ -39,13 +38,13 @@ def scalar(rng: random.Random):
     )
 
 
-def an_object(rng: random.Random, depth: int):
+def draw_object(rng: random.Random, depth: int):
     names = rng.sample(["a", "b", "ab", "title"], rng.randrange(4))
-    schema = {"type": "object", "properties": {name: a_schema(rng, depth - 1) for name in names}}
+    schema = {"type": "object", "properties": {name: draw_schema(rng, depth - 1) for name in names}}
     some = {
         "required": lambda: rng.sample(["a", "b", "ab"], rng.randrange(3)),
-        "additionalProperties": lambda: rng.choice([False, a_schema(rng, depth - 1)]),
-        "patternProperties": lambda: {rng.choice(["^a", "b$", "^x"]): a_schema(rng, depth - 1)},
+        "additionalProperties": lambda: rng.choice([False, draw_schema(rng, depth - 1)]),
+        "patternProperties": lambda: {rng.choice(["^a", "b$", "^x"]): draw_schema(rng, depth - 1)},
         "propertyNames": lambda: rng.choice([{"maxLength": 1}, {"pattern": "^a"}, {"enum": ["a", "ab"]}]),
         "maxProperties": lambda: rng.randrange(3),
         "minProperties": lambda: rng.randrange(3),
@@ -57,13 +56,13 @@ def an_object(rng: random.Random, depth: int):
     return schema | {name: make() for name, make in some.items() if rng.random() < chances[name]}
 
 
-def an_array(rng: random.Random, depth: int):
+def draw_array(rng: random.Random, depth: int):
     some = {
-        "prefixItems": lambda: [a_schema(rng, depth - 1) for _ in range(rng.randrange(1, 3))],
-        "items": lambda: a_schema(rng, depth - 1) if rng.random() < 0.8 else False,
+        "prefixItems": lambda: [draw_schema(rng, depth - 1) for _ in range(rng.randrange(1, 3))],
+        "items": lambda: draw_schema(rng, depth - 1) if rng.random() < 0.8 else False,
         "minItems": lambda: rng.randrange(3),
         "maxItems": lambda: rng.randrange(3),
-        "contains": lambda: scalar(rng),
+        "contains": lambda: draw_scalar(rng),
         "uniqueItems": lambda: True,
         "unevaluatedItems": lambda: False,
     }
@@ -71,30 +70,31 @@ def an_array(rng: random.Random, depth: int):
     return {"type": "array"} | {name: make() for name, make in some.items() if rng.random() < chances[name]}
 
 
-def a_schema(rng: random.Random, depth: int):
+def draw_schema(rng: random.Random, depth: int):
     if depth <= 0 or rng.random() < 0.2:
-        return scalar(rng)
-    several = [a_schema(rng, depth - 1) for _ in range(rng.randrange(1, 4))]
+        return draw_scalar(rng)
+    several = [draw_schema(rng, depth - 1) for _ in range(rng.randrange(1, 4))]
     kinds = [
-        lambda: an_object(rng, depth),
-        lambda: an_array(rng, depth),
+        lambda: draw_object(rng, depth),
+        lambda: draw_array(rng, depth),
         lambda: {"anyOf": several},
         lambda: {"oneOf": several},
         lambda: {"allOf": several[:2]},
-        lambda: {"not": several[0], **(scalar(rng) if rng.random() < 0.5 else {})},
-        lambda: {"if": several[0], "then": several[-1], "else": a_schema(rng, depth - 1)},
+        lambda: {"not": several[0], **(draw_scalar(rng) if rng.random() < 0.5 else {})},
+        lambda: {"if": several[0], "then": several[-1], "else": draw_schema(rng, depth - 1)},
     ]
     schema = rng.choices(kinds, (5, 3, 2, 2, 2, 1, 1))[0]()
     return {**schema, "anyOf": several} if rng.random() < 0.1 else schema
 
 
-def a_value(rng: random.Random, depth: int = 2):
+def draw_value(rng: random.Random, depth: int = 2):
     kind = rng.random()
     if not depth or kind < 0.5:
         return rng.choice(SCALARS)
     if kind < 0.75:
-        return {name: a_value(rng, depth - 1) for name in rng.sample(["a", "b", "ab", "title", "x"], rng.randrange(4))}
-    return [a_value(rng, depth - 1) for _ in range(rng.randrange(3))]
+        names = rng.sample(["a", "b", "ab", "title", "x"], rng.randrange(4))
+        return {name: draw_value(rng, depth - 1) for name in names}
+    return [draw_value(rng, depth - 1) for _ in range(rng.randrange(3))]
 
 
 def test_permitted_values_are_valid():
@@ -102,7 +102,7 @@ def test_permitted_values_are_valid():
     compiler = xgrammar.GrammarCompiler(xgrammar.TokenizerInfo(VOCABULARY, stop_token_ids=[END]), max_threads=1)
     accepted = valid = permitted = 0
     while accepted < 1000:
-        schema = a_schema(rng, rng.choice([1, 2, 2, 3]))
+        schema = draw_schema(rng, rng.choice([1, 2, 2, 3]))
         try:
             written = convert_schema(schema, "schema")
         except SchemaError:
@@ -111,12 +111,12 @@ def test_permitted_values_are_valid():
         grammar = compiler.compile_grammar(write_json_rules(GrammarSpec("json_schema", json.dumps(written))))
         validator = jsonschema.Draft202012Validator(schema)
         for _ in range(30):
-            value = a_value(rng)
+            value = draw_value(rng)
             matcher = xgrammar.GrammarMatcher(grammar)
-            taken = matcher.accept_string(json.dumps(value)) and matcher.accept_token(END)
-            meets = validator.is_valid(value)
-            assert meets or not taken, (schema, value)
-            permitted += taken
-            valid += meets
-    # The rest are undeclared properties, and contained items that do not stand first.
+            is_permitted = matcher.accept_string(json.dumps(value)) and matcher.accept_token(END)
+            is_valid = validator.is_valid(value)
+            assert is_valid or not is_permitted, (schema, value)
+            permitted += is_permitted
+            valid += is_valid
+    # The other valid values have undeclared properties, or a contained item that does not come first.
     assert permitted > 0.85 * valid > 1000

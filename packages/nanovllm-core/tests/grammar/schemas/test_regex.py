@@ -74,7 +74,7 @@ def permits(compiled: xgrammar.Grammar, text: str) -> bool:
     return xgrammar.testing._is_grammar_accept_string(compiled, json.dumps(text, ensure_ascii=False))
 
 
-def takes(compiled: xgrammar.Grammar, text: bytes) -> bool:
+def accepts_bytes(compiled: xgrammar.Grammar, text: bytes) -> bool:
     """Whether the grammar accepts bytes, which need not be UTF-8."""
     vocabulary = xgrammar.TokenizerInfo([bytes((byte,)) for byte in range(256)], stop_token_ids=[])
     matcher = xgrammar.GrammarMatcher(
@@ -90,7 +90,7 @@ def texts(longest: int):
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_patterns_are_searched_for(pattern):
+def test_grammars_of_patterns_accept_what_re_finds(pattern):
     compiled = grammar(whole(pattern))
     python = re.compile(pattern.replace("(?<x>", "(?P<x>"))
     for text in [*texts(2), "abc", "aab", "bca", "bcbca", "a" * 120, "a" * 131, "${a}", "a/b.c-", "1 a"]:
@@ -102,7 +102,7 @@ def is_found(tree: regex.Node, text: str) -> bool:
 
 
 @pytest.mark.parametrize("pattern", [*PATTERNS, "^(?!a)b", "(?=.*1)a", "(?!^$)"])
-def test_patterns_are_found(pattern):
+def test_search_finds_what_re_finds(pattern):
     python = re.compile(pattern.replace("(?<x>", "(?P<x>"))
     for text in texts(2):
         for is_permissive in (False, True):
@@ -147,6 +147,17 @@ def test_assertions_in_the_middle_are_refused(pattern):
         whole(pattern)
 
 
+def test_only_surrogates_of_a_pair_are_joined():
+    assert permits(
+        xgrammar.Grammar.from_json_schema(
+            json.dumps({"pattern": write_pattern(whole(r"^\ud83d\ude00$")), "type": "string"})
+        ),
+        "😀",
+    )
+    # A lone surrogate matches no text.
+    assert whole(r"^\ud800\u0041$") == regex.NO_STRING
+
+
 def test_classes_match_what_all_engines_agree_on():
     for pattern, text in ((r"^\w$", "é"), (r"^\d$", "٣"), (r"^\S$", "\x85"), (r"^.$", "\u2028"), (r"^[^\w]$", "é")):
         assert not is_found(regex.parse(pattern), text)
@@ -154,14 +165,14 @@ def test_classes_match_what_all_engines_agree_on():
     assert is_found(regex.parse(r"^\w$", is_permissive=True), "é")
 
 
-def test_all_but_excludes_strings():
+def test_excluded_strings_are_not_permitted():
     rng = random.Random(3)
     for _ in range(20):
         left_out = {"".join(rng.choices("abc", k=rng.randrange(0, 4))) for _ in range(rng.randrange(1, 6))}
         compiled = grammar(exclude_strings(left_out, 16))
         for text in texts(2):
             assert permits(compiled, text) == (text not in left_out)
-        # With fewer prefixes, only strings that share the first letter of an excluded string may be lacking.
+        # With fewer prefixes, only strings that share the first letter of an excluded string may be missing.
         compiled = grammar(exclude_strings(left_out, 1))
         for text in texts(2):
             if text in left_out or text[:1] not in {other[:1] for other in left_out}:
@@ -172,7 +183,7 @@ def test_all_but_excludes_strings():
     assert not any(permits(compiled, text) for text in long)
 
 
-def test_lengths_of_patterns():
+def test_length_limits_of_patterns_are_exact():
     for pattern, low, high in (("^a*$", 2, 4), ("^[ab]+c$", 2, 3), ("^(a|bb)$", 2, 2), ("^ab?$", 0, 5), ("a", 3, 4)):
         tree = limit_length(whole(pattern), low, high)
         if tree is None:
@@ -186,7 +197,7 @@ def test_lengths_of_patterns():
 @pytest.mark.parametrize(
     ("low", "high"), [(0, 3), (2, 3), (3, 3), (0, 128), (120, 128), (0, 129), (3, None), (128, None), (129, None)]
 )
-def test_lengths_of_strings(low, high):
+def test_length_limits_of_strings_are_exact(low, high):
     """Checks characters of every size in UTF-8, and invalid bytes."""
     tree = limit_length(regex.restrict_characters(regex.ANY_STRING, UNESCAPED_IN_JSON), low, high)
     compiled = grammar(tree)
@@ -209,12 +220,12 @@ def test_lengths_of_strings(low, high):
         b"\xf4\x90\x80\x80",
         b"\n",
     ):
-        assert not takes(compiled, b'"' + b"a" * low + wrong + b'"')
-    assert takes(compiled, b'"' + b"a" * low + b'"')
+        assert not accepts_bytes(compiled, b'"' + b"a" * low + wrong + b'"')
+    assert accepts_bytes(compiled, b'"' + b"a" * low + b'"')
 
 
 @pytest.mark.parametrize(("low", "high"), [(0, 1), (0, 40), (32, 500), (1, 100_000), (300, 400), (2, None)])
-def test_lengths_of_values_are_left_to_the_engine(low, high):
+def test_length_limits_of_string_values_become_bounded_patterns(low, high):
     tree = limit_length(regex.restrict_characters(regex.ANY_STRING, UNESCAPED_IN_JSON), low, high)
     written = write_json_string_pattern(tree)
     bounded = parse_bounded_pattern(written)
@@ -224,14 +235,14 @@ def test_lengths_of_values_are_left_to_the_engine(low, high):
 
 
 @pytest.mark.parametrize(("pattern", "low", "high"), [("^[a-z]*$", 33, 100), ("^a[a-z]*$", 0, 500), ("^a*$", 3, None)])
-def test_other_lengths_are_not_left_to_the_engine(pattern, low, high):
+def test_other_length_limits_do_not_become_bounded_patterns(pattern, low, high):
     tree = limit_length(whole(pattern), low, high)
     assert parse_bounded_pattern(write_json_string_pattern(tree)) is None
     assert write_json_string_pattern(tree) == write_pattern(tree)
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_formats(name):
+def test_strings_of_a_format_pattern_conform_to_the_format(name):
     checker = jsonschema.Draft202012Validator.FORMAT_CHECKER
     tree = whole(FORMATS[name])
     rng = random.Random(name)

@@ -15,7 +15,7 @@ SPACES_IN_ANY_ENGINE: Ranges = (
 DIGITS: Ranges = ((48, 57),)
 WORD: Ranges = ((48, 57), (65, 90), (95, 95), (97, 122))
 BEYOND_ASCII: Ranges = ((128, MAX_CODE_POINT),)
-# Maps the letter of an escape such as \d to (characters that it matches in every regex engine, in at least one engine).
+# Maps the letter of an escape such as \d to its characters: (in every regex engine, in at least one engine).
 CLASS_ESCAPES: dict[str, tuple[Ranges, Ranges]] = {
     "d": (DIGITS, DIGITS + BEYOND_ASCII),
     "w": (WORD, WORD + BEYOND_ASCII),

@@ -10,12 +10,12 @@ from nanovllm_core.grammar.schemas.shape_resolver import ShapeResolver
 from nanovllm_core.grammar.schemas.shapes import (
     ANY_VALUE_SHAPES,
     FALSE_SCHEMA,
-    Array,
-    Constant,
-    Number,
-    Object,
+    ArrayShape,
+    ConstantShape,
+    NumberShape,
+    ObjectShape,
     Shape,
-    Text,
+    StringShape,
 )
 
 
@@ -23,10 +23,10 @@ def complement_shapes(resolver: ShapeResolver, shapes: Iterable[Shape], place: s
     """The shapes of all values that `shapes` exclude. Raises SchemaError if shapes can't describe these values."""
     remaining: tuple[Shape, ...] = ANY_VALUE_SHAPES
     shapes = list(shapes)
-    constants = {shape.key: shape for shape in shapes if isinstance(shape, Constant)}
+    constants = {shape.key: shape for shape in shapes if isinstance(shape, ConstantShape)}
     if constants:
         remaining = resolver.intersect(remaining, _complement_of_constants(list(constants.values()), place), place)
-    for shape in (shape for shape in shapes if not isinstance(shape, Constant)):
+    for shape in (shape for shape in shapes if not isinstance(shape, ConstantShape)):
         if shape.omits_allowed_values:
             raise SchemaError(place, "not", "can't be negated: it has oneOf or unevaluated keywords inside")
         allowed = [unrestricted for unrestricted in ANY_VALUE_SHAPES if type(unrestricted) is not type(shape)]
@@ -35,77 +35,79 @@ def complement_shapes(resolver: ShapeResolver, shapes: Iterable[Shape], place: s
     return remaining
 
 
-def _complement_of_constants(constants: list[Constant], place: str) -> list[Shape]:
+def _complement_of_constants(constants: list[ConstantShape], place: str) -> list[Shape]:
     keys = {shape.key for shape in constants}
     texts = frozenset(shape.value for shape in constants if isinstance(shape.value, str))
     values = [shape.value for shape in constants]
     numbers = frozenset(Fraction(v) for v in values if isinstance(v, int | float) and not isinstance(v, bool))
     if any(isinstance(shape.value, dict | list) for shape in constants):
         raise SchemaError(place, "not", "can't be negated: it has an array or object as a constant")
-    other_constants = [shape for shape in ANY_VALUE_SHAPES if isinstance(shape, Constant) and shape.key not in keys]
-    return [Object(), Array(), Text(excluded=texts), Number(excluded=numbers), *other_constants]
+    other_constants = [
+        shape for shape in ANY_VALUE_SHAPES if isinstance(shape, ConstantShape) and shape.key not in keys
+    ]
+    return [ObjectShape(), ArrayShape(), StringShape(excluded=texts), NumberShape(excluded=numbers), *other_constants]
 
 
 def _complement_of_shape(resolver: ShapeResolver, shape: Shape, place: str) -> list[Shape]:
     match shape:
-        case Number():
+        case NumberShape():
             return _complement_of_number(shape, place)
-        case Text():
+        case StringShape():
             return _complement_of_string(shape)
-        case Array():
+        case ArrayShape():
             return _complement_of_array(resolver, shape, place)
-        case Object():
+        case ObjectShape():
             return _complement_of_object(resolver, shape, place)
         case _:
             raise AssertionError(shape)
 
 
-def _complement_of_array(resolver: ShapeResolver, shape: Array, place: str) -> list[Shape]:
+def _complement_of_array(resolver: ShapeResolver, shape: ArrayShape, place: str) -> list[Shape]:
     has_count_bounds = any(contained.high is not None or contained.low != 1 for contained in shape.contains)
     if shape.unique or shape.rest or has_count_bounds:
         raise SchemaError(place, "not", "can't be negated: it has items, uniqueItems, minContains or maxContains")
     complement = _complement_of_counts(shape)
-    complement += [Array(rest=resolver.negation(contained.item_schemas)) for contained in shape.contains]
+    complement += [ArrayShape(rest=resolver.negation(contained.item_schemas)) for contained in shape.contains]
     for index, item_schemas in enumerate(shape.prefix):
         if item_schemas:
-            complement.append(Array(((),) * index + (resolver.negation(item_schemas),), low=index + 1))
+            complement.append(ArrayShape(((),) * index + (resolver.negation(item_schemas),), low=index + 1))
     return complement
 
 
-def _complement_of_object(resolver: ShapeResolver, shape: Object, place: str) -> list[Shape]:
+def _complement_of_object(resolver: ShapeResolver, shape: ObjectShape, place: str) -> list[Shape]:
     if shape.rest or shape.patterns or shape.name_schemas:
         keywords = "additionalProperties, patternProperties or propertyNames"
         raise SchemaError(place, "not", f"can't be negated: it has {keywords}")
     complement = _complement_of_counts(shape)
-    complement += [Object(((name, FALSE_SCHEMA),)) for name in shape.required]
+    complement += [ObjectShape(((name, FALSE_SCHEMA),)) for name in shape.required]
     for name, conjunction in shape.properties:
         if conjunction:
-            complement.append(Object(((name, resolver.negation(conjunction)),), (name,)))
+            complement.append(ObjectShape(((name, resolver.negation(conjunction)),), (name,)))
     return complement
 
 
-def _complement_of_counts(shape: Text | Array | Object) -> list[Shape]:
+def _complement_of_counts(shape: StringShape | ArrayShape | ObjectShape) -> list[Shape]:
     """The shapes of values with too few or too many characters, items or properties for `shape`."""
     shape_type = type(shape)
     complement: list[Shape] = [shape_type(high=shape.low - 1)] if shape.low else []
     return complement + ([] if shape.high is None else [shape_type(low=shape.high + 1)])
 
 
-def _complement_of_number(shape: Number, place: str) -> list[Shape]:
+def _complement_of_number(shape: NumberShape, place: str) -> list[Shape]:
     if shape.integer and not (shape.low is None and shape.high is None and not shape.divisors):
         raise SchemaError(place, "not", "can't be negated: it has type integer and a bound or multipleOf")
     if shape.integer or shape.divisors:
         raise SchemaError(place, "not", "can't be negated: it has type integer or multipleOf")
     complement: list[Shape] = []
     if shape.low is not None:
-        complement.append(Number(high=shape.low, excludes_high=not shape.excludes_low))
+        complement.append(NumberShape(high=shape.low, excludes_high=not shape.excludes_low))
     if shape.high is not None:
-        complement.append(Number(low=shape.high, excludes_low=not shape.excludes_high))
-    return complement + [Number(low=value, high=value) for value in shape.excluded]
+        complement.append(NumberShape(low=shape.high, excludes_low=not shape.excludes_high))
+    return complement + [NumberShape(low=value, high=value) for value in shape.excluded]
 
 
-def _complement_of_string(shape: Text) -> list[Shape]:
+def _complement_of_string(shape: StringShape) -> list[Shape]:
     complement = _complement_of_counts(shape)
-    complement += [Text(forbidden_patterns=frozenset({pattern})) for pattern in shape.patterns]
-    complement += [Text(patterns=frozenset({pattern})) for pattern in shape.forbidden_patterns]
-    return complement + [Constant(text, equality_key(text)) for text in shape.excluded]
+    complement += [StringShape(forbidden_patterns=frozenset({pattern})) for pattern in shape.patterns]
+    complement += [StringShape(patterns=frozenset({pattern})) for pattern in shape.forbidden_patterns]
+    return complement + [ConstantShape(text, equality_key(text)) for text in shape.excluded]

@@ -100,7 +100,7 @@ class Document:
         resource = self._schema_by_uri.get(address)
         if resource is None:
             raise SchemaError(
-                place, keyword, f"leads outside of the schema: {reference[:200]!r}; include the referenced schema"
+                place, keyword, f"points outside the schema: {reference[:200]!r}; include the referenced schema"
             )
         if fragment and not fragment.startswith("/"):
             anchor = self._schema_by_anchor.get((address, unquote(fragment)))

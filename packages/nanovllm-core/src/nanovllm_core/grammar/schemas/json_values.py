@@ -26,7 +26,7 @@ def describe_value(value: JSON) -> str:
 
 
 def equality_key(value: JSON) -> str:
-    """A text. Two values have the same text if and only if they are equal. 1 and 1.0 are equal; 1 and true differ."""
+    """A text that two values share if and only if they are equal. 1 and 1.0 are equal; 1 and true differ."""
     match value:
         case dict():
             return "{" + ",".join(f"{equality_key(name)}:{equality_key(value[name])}" for name in sorted(value)) + "}"

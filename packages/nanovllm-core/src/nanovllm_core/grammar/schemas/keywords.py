@@ -14,15 +14,15 @@ from nanovllm_core.grammar.schemas.shape_resolver import Negation, ShapeResolver
 from nanovllm_core.grammar.schemas.shapes import (
     ANY_VALUE_SHAPES,
     FALSE_SCHEMA,
-    Array,
+    ArrayShape,
     Conjunction,
-    Constant,
+    ConstantShape,
     Contains,
-    Number,
-    Object,
+    NumberShape,
+    ObjectShape,
     Places,
     Shape,
-    Text,
+    StringShape,
 )
 
 # Maximum value of a count such as minItems (larger values are lowered), maximum number of names in one keyword, and
@@ -38,13 +38,13 @@ OBJECT_KEYWORDS = (
     *("minProperties", "maxProperties"),
 )
 SHAPES_BY_TYPE: dict[str, tuple[Shape, ...]] = {
-    "object": (Object(),),
-    "array": (Array(),),
-    "string": (Text(),),
-    "number": (Number(),),
-    "integer": (Number(integer=True),),
-    "boolean": (Constant(True, "true"), Constant(False, "false")),
-    "null": (Constant(None, "null"),),
+    "object": (ObjectShape(),),
+    "array": (ArrayShape(),),
+    "string": (StringShape(),),
+    "number": (NumberShape(),),
+    "integer": (NumberShape(integer=True),),
+    "boolean": (ConstantShape(True, "true"), ConstantShape(False, "false")),
+    "null": (ConstantShape(None, "null"),),
 }
 
 
@@ -198,7 +198,9 @@ class _KeywordReader:
             if len(values) > MAX_CONSTANTS:
                 raise self.unsupported_error(keyword, f"has more than {MAX_CONSTANTS} values")
             places = self.places_of((keyword,))
-            shapes = self.intersect(shapes, [Constant(value, equality_key(value), places=places) for value in values])
+            shapes = self.intersect(
+                shapes, [ConstantShape(value, equality_key(value), places=places) for value in values]
+            )
         return shapes
 
     def read_number_keywords(self) -> Shape | None:
@@ -210,7 +212,7 @@ class _KeywordReader:
         if low is not None and high is not None and (low > high or (low == high and (excludes_low or excludes_high))):
             raise self.contradiction_error(next(k for k in NUMBER_KEYWORDS if k in self.schema))
         divisors = frozenset[Fraction]() if step is None else frozenset({step})
-        return Number(False, low, high, excludes_low, excludes_high, divisors)
+        return NumberShape(False, low, high, excludes_low, excludes_high, divisors)
 
     def read_bound(
         self, keyword: str, exclusive_keyword: str, pick_stricter: Callable[[Fraction, Fraction], Fraction]
@@ -242,7 +244,7 @@ class _KeywordReader:
         name = self.schema.get("format")
         if name is not None and not isinstance(name, str):
             raise self.invalid_error("format", "a string")
-        return Text(low, high, patterns, format=name)
+        return StringShape(low, high, patterns, format=name)
 
     def read_pattern(self, text: JSON, keyword: str) -> str:
         if not isinstance(text, str):
@@ -270,9 +272,9 @@ class _KeywordReader:
         contains = frozenset[Contains]()
         if "contains" in self.schema:
             min_count = self.read_count("minContains") if "minContains" in self.schema else 1
-            bounds = Contains(self.single_subschema("contains"), min_count or 0, self.read_count("maxContains"))
-            contains = frozenset({bounds}) if bounds.low or bounds.high is not None else contains
-        return Array(tuple(prefix), rest, low, high, unique, contains, has_declared_rest)
+            contained = Contains(self.single_subschema("contains"), min_count or 0, self.read_count("maxContains"))
+            contains = frozenset({contained}) if contained.low or contained.high is not None else contains
+        return ArrayShape(tuple(prefix), rest, low, high, unique, contains, has_declared_rest)
 
     def read_object_keywords(self) -> Shape | None:
         low, high = self.read_count_range("minProperties", "maxProperties")
@@ -285,7 +287,7 @@ class _KeywordReader:
         required = self.read_strings(self.schema["required"], "required") if "required" in self.schema else ()
         rest = self.single_subschema("additionalProperties") if "additionalProperties" in self.schema else None
         names = self.single_subschema("propertyNames") if "propertyNames" in self.schema else ()
-        return Object(tuple(properties.items()), required, tuple(patterns.items()), rest, names, low, high)
+        return ObjectShape(tuple(properties.items()), required, tuple(patterns.items()), rest, names, low, high)
 
     def referenced_schema(self, keyword: str) -> Conjunction:
         value = self.schema[keyword]
@@ -299,14 +301,16 @@ class _KeywordReader:
     def apply_dependencies(self, shapes: tuple[Shape, ...]) -> tuple[Shape, ...]:
         for keyword in ("dependentRequired", "dependentSchemas", "dependencies"):
             for name, value in self.read_map(keyword).items():
-                without_name = Object(((name, FALSE_SCHEMA),))
+                without_name = ObjectShape(((name, FALSE_SCHEMA),))
                 if isinstance(value, list):
                     required_names = self.read_strings(value, keyword)
-                    with_name: list[Shape] = [Object(required=(name, *required_names))]
+                    with_name: list[Shape] = [ObjectShape(required=(name, *required_names))]
                 else:
                     conjunction = self.subschema(value, keyword, name)
-                    with_name = list(self.intersect((Object(required=(name,)),), self.resolver.shapes(conjunction)))
-                other_types = [shape for shape in ANY_VALUE_SHAPES if not isinstance(shape, Object)]
+                    with_name = list(
+                        self.intersect((ObjectShape(required=(name,)),), self.resolver.shapes(conjunction))
+                    )
+                other_types = [shape for shape in ANY_VALUE_SHAPES if not isinstance(shape, ObjectShape)]
                 shapes = self.intersect(shapes, [*other_types, without_name, *with_name])
         return shapes
 
@@ -340,16 +344,16 @@ class _KeywordReader:
         if "if" not in self.schema or not ("then" in self.schema or "else" in self.schema):
             return shapes
         condition = self.single_subschema("if")
-        if_then = self.resolver.shapes(condition)
+        then_shapes = self.resolver.shapes(condition)
         if "then" in self.schema:
-            if_then = self.intersect(if_then, self.resolver.shapes(self.single_subschema("then")))
-        if_not_else = self.complement(condition, "if")
+            then_shapes = self.intersect(then_shapes, self.resolver.shapes(self.single_subschema("then")))
+        else_shapes = self.complement(condition, "if")
         if "else" in self.schema:
-            if_not_else = self.intersect(if_not_else, self.resolver.shapes(self.single_subschema("else")))
-        return self.intersect(shapes, list(dict.fromkeys([*if_then, *if_not_else])))
+            else_shapes = self.intersect(else_shapes, self.resolver.shapes(self.single_subschema("else")))
+        return self.intersect(shapes, list(dict.fromkeys([*then_shapes, *else_shapes])))
 
     def apply_unevaluated(self, shapes: tuple[Shape, ...]) -> tuple[Shape, ...]:
-        for keyword, shape_type in (("unevaluatedProperties", Object), ("unevaluatedItems", Array)):
+        for keyword, shape_type in (("unevaluatedProperties", ObjectShape), ("unevaluatedItems", ArrayShape)):
             if keyword not in self.schema:
                 continue
             conjunction = self.single_subschema(keyword)
@@ -361,9 +365,9 @@ class _KeywordReader:
                         keyword,
                         "can't be enforced next to a keyword 'not', 'if' or 'oneOf' that restricts properties or items",
                     )
-                if isinstance(shape, Object) and shape_type is Object and shape.rest is None:
+                if isinstance(shape, ObjectShape) and shape_type is ObjectShape and shape.rest is None:
                     shape = replace(shape, rest=conjunction, omits_allowed_values=True, places=shape.places + places)
-                elif isinstance(shape, Array) and shape_type is Array and not shape.has_declared_rest:
+                elif isinstance(shape, ArrayShape) and shape_type is ArrayShape and not shape.has_declared_rest:
                     shape = replace(shape, rest=conjunction, omits_allowed_values=True, places=shape.places + places)
                     shape = replace(shape, has_declared_rest=True)
                 restricted.append(shape)
@@ -373,7 +377,7 @@ class _KeywordReader:
 
 def _without_undeclared_properties(shape: Shape) -> Shape:
     """Restricts an object shape to declared and required properties. Returns other shapes unchanged."""
-    if isinstance(shape, Object) and shape.rest is None and not shape.patterns and shape.properties:
+    if isinstance(shape, ObjectShape) and shape.rest is None and not shape.patterns and shape.properties:
         known = dict(shape.properties)
         required_names = tuple((name, ()) for name in shape.required if name not in known)
         return replace(

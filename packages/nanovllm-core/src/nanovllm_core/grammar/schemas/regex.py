@@ -3,6 +3,7 @@
 JSON Schema searches a string for a pattern. xgrammar matches the whole string instead.
 """
 
+import re
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeAlias
@@ -25,6 +26,7 @@ MAX_NESTING = 40
 MAX_STATES = 20_000
 CONTROL_ESCAPES = {"t": 9, "n": 10, "v": 11, "f": 12, "r": 13}
 HEX = frozenset("0123456789abcdefABCDEF")
+LOW_SURROGATE = re.compile(r"\\u([dD][c-fC-F][\da-fA-F]{2})", re.ASCII)
 
 
 class RegexError(ValueError):
@@ -268,8 +270,9 @@ class _Parser:
                 return self.parse_hexadecimal(end - self.position, num_closing_braces=1)
             case "u":
                 high = self.parse_hexadecimal(4)
-                if 0xD800 <= high < 0xDC00 and self.skip("\\u"):
-                    return 0x10000 + ((high - 0xD800) << 10) + self.parse_hexadecimal(4) - 0xDC00
+                if 0xD800 <= high < 0xDC00 and (low := LOW_SURROGATE.match(self.text, self.position)):
+                    self.position = low.end()
+                    return 0x10000 + ((high - 0xD800) << 10) + int(low[1], 16) - 0xDC00
                 return high
             case "c" if self.peek().isascii() and self.peek().isalpha():
                 self.position += 1

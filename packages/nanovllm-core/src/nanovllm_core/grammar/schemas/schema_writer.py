@@ -1,4 +1,4 @@
-"""Writes plans as a JSON schema whose keywords xgrammar enforces. A plan describes values of one JSON type."""
+"""Writes plans as a JSON schema that xgrammar enforces. A plan describes constants, or values of one JSON type."""
 
 from collections.abc import Iterator
 from fractions import Fraction
@@ -8,7 +8,15 @@ from nanovllm_core.grammar.schemas.document import SchemaError
 from nanovllm_core.grammar.schemas.json_values import JSON
 from nanovllm_core.grammar.schemas.shape_resolver import ShapeResolver
 from nanovllm_core.grammar.schemas.shapes import Conjunction
-from nanovllm_core.grammar.schemas.value_plans import Constants, Items, Numbers, Plan, Properties, Texts, plan_values
+from nanovllm_core.grammar.schemas.value_plans import (
+    ArrayPlan,
+    ConstantsPlan,
+    NumberPlan,
+    ObjectPlan,
+    Plan,
+    StringPlan,
+    plan_values,
+)
 
 # Maps each conjunction (schemas that must all hold) to its plans. None: the conjunction allows every value.
 PlansByConjunction: TypeAlias = dict[Conjunction, tuple[Plan, ...] | None]
@@ -55,10 +63,10 @@ def _plan_all(resolver: ShapeResolver, root: Conjunction) -> PlansByConjunction:
 
 def _inner_conjunctions(plan: Plan) -> Iterator[Conjunction]:
     match plan:
-        case Items(prefix, rest):
+        case ArrayPlan(prefix, rest):
             yield from prefix
             yield rest
-        case Properties(named, name_patterns):
+        case ObjectPlan(named, name_patterns):
             yield from (conjunction for _, conjunction, _ in named)
             yield from (conjunction for _, conjunction in name_patterns)
         case _:
@@ -80,12 +88,12 @@ def _find_satisfiable_conjunctions(plans_by_conjunction: PlansByConjunction) -> 
 
 def _has_value(plan: Plan, satisfiable: set[Conjunction]) -> bool:
     match plan:
-        case Constants(values):
+        case ConstantsPlan(values):
             return bool(values)
-        case Items(prefix, rest, low):
+        case ArrayPlan(prefix, rest, low):
             is_prefix_satisfiable = all(conjunction in satisfiable for conjunction in prefix[:low])
             return is_prefix_satisfiable and (low <= len(prefix) or rest in satisfiable)
-        case Properties(named, name_patterns, low):
+        case ObjectPlan(named, name_patterns, low):
             if any(conjunction not in satisfiable for _, conjunction, is_required in named if is_required):
                 return False
             num_satisfiable = sum(conjunction in satisfiable for _, conjunction, _ in named)
@@ -108,9 +116,9 @@ def _innermost_without_value(
 
 def _required_conjunctions(plan: Plan) -> list[Conjunction]:
     match plan:
-        case Items(prefix, rest, low):
+        case ArrayPlan(prefix, rest, low):
             return [*prefix[:low], *([rest] if low > len(prefix) else [])]
-        case Properties(named):
+        case ObjectPlan(named):
             return [conjunction for _, conjunction, is_required in named if is_required]
         case _:
             return []
@@ -164,17 +172,17 @@ class _SchemaWriter:
 
     def write_plan(self, plan: Plan) -> dict[str, JSON]:
         match plan:
-            case Constants(values):
+            case ConstantsPlan(values):
                 return self.write_constants(values)
-            case Numbers():
+            case NumberPlan():
                 return _write_numbers(plan)
-            case Texts(None):
+            case StringPlan(None):
                 return {"type": "string"}
-            case Texts(pattern):
+            case StringPlan(pattern):
                 return {"type": "string", "pattern": pattern}
-            case Items():
+            case ArrayPlan():
                 return self.write_array(plan)
-            case Properties():
+            case ObjectPlan():
                 return self.write_object(plan)
 
     def write_constants(self, values: tuple[JSON, ...]) -> dict[str, JSON]:
@@ -188,7 +196,7 @@ class _SchemaWriter:
         self.num_unique_anchors += 1
         return {**schema, "$anchor": f"n{self.num_unique_anchors}"}
 
-    def write_array(self, plan: Items) -> dict[str, JSON]:
+    def write_array(self, plan: ArrayPlan) -> dict[str, JSON]:
         prefix = list(plan.prefix)
         high = plan.high
         for index, conjunction in enumerate(prefix):
@@ -206,7 +214,7 @@ class _SchemaWriter:
             schema["maxItems"] = high
         return schema
 
-    def write_object(self, plan: Properties) -> dict[str, JSON]:
+    def write_object(self, plan: ObjectPlan) -> dict[str, JSON]:
         named = [prop for prop in plan.named if prop[1] in self.satisfiable]
         name_patterns = [prop for prop in plan.name_patterns if prop[1] in self.satisfiable]
         schema: dict[str, JSON] = {"type": "object"}
@@ -231,7 +239,7 @@ class _SchemaWriter:
         return self.with_unique_anchor(schema) if has_ignored_name else schema
 
 
-def _write_numbers(plan: Numbers) -> dict[str, JSON]:
+def _write_numbers(plan: NumberPlan) -> dict[str, JSON]:
     schema: dict[str, JSON] = {"type": "integer" if plan.integer else "number"}
     if plan.low is not None:
         schema["exclusiveMinimum" if plan.excludes_low else "minimum"] = _write_bound(plan.low, plan.integer)

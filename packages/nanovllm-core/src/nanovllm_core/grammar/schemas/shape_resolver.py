@@ -11,13 +11,13 @@ from nanovllm_core.grammar.schemas.json_values import JSON, equality_key
 from nanovllm_core.grammar.schemas.shapes import (
     ANY_VALUE_SHAPES,
     FALSE_SCHEMA,
-    Array,
+    ArrayShape,
     Conjunction,
-    Constant,
-    Number,
-    Object,
+    ConstantShape,
+    NumberShape,
+    ObjectShape,
     Shape,
-    Text,
+    StringShape,
     allows_count,
     includes_number,
     intersect_arrays,
@@ -55,9 +55,9 @@ class Negation:
 
 
 class ShapeResolver:
-    """Finds and caches the shapes of each conjunction: a tuple with the number of each of its schemas and negations.
+    """Finds and caches the shapes of each conjunction.
 
-    A schema or negation gets its number at its first use.
+    A conjunction is a tuple of numbers. Each schema and each negation gets its number at its first use.
     reader: finds the shapes of one schema or negation.
     """
 
@@ -74,7 +74,7 @@ class ShapeResolver:
         # Number of planned objects that have declared properties, but also allow undeclared properties.
         self.num_open_objects = 0
         # Maps the `id` of a shape to (shape, schemas by property name). The shape stays alive, so its `id` is unique.
-        self._properties_by_shape_id: dict[int, tuple[Object, dict[str, Conjunction]]] = {}
+        self._properties_by_shape_id: dict[int, tuple[ObjectShape, dict[str, Conjunction]]] = {}
 
     def conjunction_of(self, located: LocatedSchema) -> Conjunction:
         """The conjunction that consists of the schema `located`; () for the schemas `true` and {}."""
@@ -163,19 +163,19 @@ class ShapeResolver:
         if second is ANY_VALUE_SHAPES:
             return tuple(first)
         intersection: dict[Shape, None] = {}
-        second_keys = {shape.key for shape in second if isinstance(shape, Constant)}
+        second_keys = {shape.key for shape in second if isinstance(shape, ConstantShape)}
         first_general, second_general = _without_constants(first), _without_constants(second)
         if len(first) * (len(second_general) + 1) + len(first_general) * len(second) > MAX_PAIRS:
             raise SchemaError(place, "anyOf", "has more combinations than are supported")
         for shape in first:
-            if isinstance(shape, Constant):
+            if isinstance(shape, ConstantShape):
                 if shape.key in second_keys or any(
                     self._shape_admits(general, shape.value) for general in second_general
                 ):
                     intersection[shape] = None
                 continue
             for other_shape in second:
-                if isinstance(other_shape, Constant):
+                if isinstance(other_shape, ConstantShape):
                     if self._shape_admits(shape, other_shape.value):
                         intersection[other_shape] = None
                 elif (overlap := self._intersect_shapes(shape, other_shape, place)) is not None:
@@ -187,18 +187,18 @@ class ShapeResolver:
     def _intersect_shapes(self, first: Shape, second: Shape, place: str) -> Shape | None:
         self.count_steps()
         match first, second:
-            case Number(), Number():
+            case NumberShape(), NumberShape():
                 return intersect_numbers(first, second)
-            case Text(), Text():
+            case StringShape(), StringShape():
                 return intersect_strings(first, second)
-            case Array(), Array():
+            case ArrayShape(), ArrayShape():
                 return intersect_arrays(first, second)
-            case Object(), Object():
+            case ObjectShape(), ObjectShape():
                 return self._intersect_objects(first, second, place)
             case _:
                 return None
 
-    def _intersect_objects(self, first: Object, second: Object, place: str) -> Object | None:
+    def _intersect_objects(self, first: ObjectShape, second: ObjectShape, place: str) -> ObjectShape | None:
         low, high = max(first.low, second.low), min_of_maxima(first.high, second.high)
         if high is not None and low > high:
             return None
@@ -207,7 +207,7 @@ class ShapeResolver:
             (name, join_conjunctions(self.schemas_of_property(first, name), self.schemas_of_property(second, name)))
             for name in names
         )
-        return Object(
+        return ObjectShape(
             properties,
             tuple(dict.fromkeys(first.required + second.required)),
             self._intersect_patterns(first, second, place),
@@ -221,7 +221,9 @@ class ShapeResolver:
             high,
         )
 
-    def _intersect_patterns(self, first: Object, second: Object, place: str) -> tuple[tuple[str, Conjunction], ...]:
+    def _intersect_patterns(
+        self, first: ObjectShape, second: ObjectShape, place: str
+    ) -> tuple[tuple[str, Conjunction], ...]:
         first_patterns, second_patterns = dict(first.patterns), dict(second.patterns)
         if (
             first_patterns
@@ -242,7 +244,7 @@ class ShapeResolver:
             for pattern in first_patterns | second_patterns
         )
 
-    def schemas_of_property(self, shape: Object, name: str) -> Conjunction:
+    def schemas_of_property(self, shape: ObjectShape, name: str) -> Conjunction:
         """The schemas against which the property `name` must be valid in objects of `shape`."""
         self.count_steps()
         properties = self._properties_by_name(shape)
@@ -257,7 +259,7 @@ class ShapeResolver:
             joined = join_conjunctions(joined, conjunction)
         return joined
 
-    def _properties_by_name(self, shape: Object) -> dict[str, Conjunction]:
+    def _properties_by_name(self, shape: ObjectShape) -> dict[str, Conjunction]:
         if id(shape) not in self._properties_by_shape_id:
             self.count_steps(1 + len(shape.properties) // 32)
             self._properties_by_shape_id[id(shape)] = shape, dict(shape.properties)
@@ -283,22 +285,22 @@ class ShapeResolver:
     def _shape_admits(self, shape: Shape, value: JSON) -> bool:
         self.count_steps()
         match shape, value:
-            case Constant(), _:
+            case ConstantShape(), _:
                 return shape.key == equality_key(value)
-            case Number(), bool():
+            case NumberShape(), bool():
                 return False
-            case Number(), int() | float():
+            case NumberShape(), int() | float():
                 return includes_number(shape, Fraction(value))
-            case Text(), str():
+            case StringShape(), str():
                 return (
                     allows_count(shape, len(value))
                     and value not in shape.excluded
                     and all(self.is_found(pattern, value, shape) for pattern in shape.patterns)
                     and not any(self.is_found(pattern, value, shape) for pattern in shape.forbidden_patterns)
                 )
-            case Array(), list():
+            case ArrayShape(), list():
                 return self._admits_items(shape, value)
-            case Object(), dict():
+            case ObjectShape(), dict():
                 return (
                     allows_count(shape, len(value))
                     and all(name in value for name in shape.required)
@@ -307,7 +309,7 @@ class ShapeResolver:
             case _:
                 return False
 
-    def _admits_items(self, shape: Array, value: list[JSON]) -> bool:
+    def _admits_items(self, shape: ArrayShape, value: list[JSON]) -> bool:
         if not allows_count(shape, len(value)):
             return False
         if shape.unique and len({equality_key(item) for item in value}) < len(value):
@@ -327,17 +329,17 @@ class ShapeResolver:
     def _shape_may_have_value(self, shape: Shape, depth: int) -> bool:
         self.count_steps()
         match shape:
-            case Object() if depth:
+            case ObjectShape() if depth:
                 if shape.high is not None and shape.high < len(shape.required):
                     return False
                 return all(
                     self._conjunction_may_have_value(self.schemas_of_property(shape, name), depth)
                     for name in shape.required
                 )
-            case Array() if depth:
+            case ArrayShape() if depth:
                 items = [schemas_of_item(shape, index) for index in range(min(shape.low, len(shape.prefix) + 1))]
                 return all(self._conjunction_may_have_value(item, depth) for item in items)
-            case Number(integer=True, low=Fraction() as low, high=Fraction() as high):
+            case NumberShape(integer=True, low=Fraction() as low, high=Fraction() as high):
                 smallest = -(-low.numerator // low.denominator) + (shape.excludes_low and low.denominator == 1)
                 return smallest <= high.numerator // high.denominator - (shape.excludes_high and high.denominator == 1)
             case _:
@@ -354,4 +356,4 @@ SchemaReader: TypeAlias = Callable[[ShapeResolver, LocatedSchema | Negation], tu
 
 
 def _without_constants(shapes: Iterable[Shape]) -> list[Shape]:
-    return [shape for shape in shapes if not isinstance(shape, Constant)]
+    return [shape for shape in shapes if not isinstance(shape, ConstantShape)]

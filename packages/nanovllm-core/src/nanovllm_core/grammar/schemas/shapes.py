@@ -35,7 +35,7 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class Constant(Shape):
+class ConstantShape(Shape):
     """One value. key: `json_values.equality_key(value)`. Two values have the same key if and only if they are equal."""
 
     value: JSON = field(compare=False)
@@ -43,7 +43,7 @@ class Constant(Shape):
 
 
 @dataclass(frozen=True, slots=True)
-class Number(Shape):
+class NumberShape(Shape):
     """Numbers from `low` to `high`, except the numbers in `excluded`.
 
     excludes_low: the range excludes `low`.
@@ -61,7 +61,7 @@ class Number(Shape):
 
 
 @dataclass(frozen=True, slots=True)
-class Text(Shape):
+class StringShape(Shape):
     """Strings of `low` to `high` code points, except the strings in `excluded`.
 
     patterns: a search in the string finds each of these patterns.
@@ -87,7 +87,7 @@ class Contains:
 
 
 @dataclass(frozen=True, slots=True)
-class Array(Shape):
+class ArrayShape(Shape):
     """Arrays of `low` to `high` items.
 
     prefix: schemas of the first items, one conjunction per item.
@@ -106,7 +106,7 @@ class Array(Shape):
 
 
 @dataclass(frozen=True, slots=True)
-class Object(Shape):
+class ObjectShape(Shape):
     """Objects of `low` to `high` properties, whose names are valid against `name_schemas`.
 
     properties: pairs (name, schemas of the value).
@@ -124,13 +124,13 @@ class Object(Shape):
 
 
 ANY_VALUE_SHAPES: tuple[Shape, ...] = (
-    Object(),
-    Array(),
-    Text(),
-    Number(),
-    Constant(True, "true"),
-    Constant(False, "false"),
-    Constant(None, "null"),
+    ObjectShape(),
+    ArrayShape(),
+    StringShape(),
+    NumberShape(),
+    ConstantShape(True, "true"),
+    ConstantShape(False, "false"),
+    ConstantShape(None, "null"),
 )
 
 
@@ -146,7 +146,7 @@ def min_of_maxima(first: int | None, second: int | None) -> int | None:
     return second if first is None else first if second is None else min(first, second)
 
 
-def intersect_numbers(first: Number, second: Number) -> Number | None:
+def intersect_numbers(first: NumberShape, second: NumberShape) -> NumberShape | None:
     """The numbers in both `first` and `second`; None if the ranges do not overlap."""
     lows = [(s.low, s.excludes_low) for s in (first, second) if s.low is not None]
     highs = [(s.high, not s.excludes_high) for s in (first, second) if s.high is not None]
@@ -154,7 +154,7 @@ def intersect_numbers(first: Number, second: Number) -> Number | None:
     high, includes_high = min(highs, default=(None, True))
     if low is not None and high is not None and (low > high or (low == high and (excludes_low or not includes_high))):
         return None
-    return Number(
+    return NumberShape(
         first.integer or second.integer,
         low,
         high,
@@ -165,7 +165,7 @@ def intersect_numbers(first: Number, second: Number) -> Number | None:
     )
 
 
-def includes_number(shape: Number, value: Fraction) -> bool:
+def includes_number(shape: NumberShape, value: Fraction) -> bool:
     """Whether `shape` allows `value`."""
     if shape.low is not None and (value < shape.low or (shape.excludes_low and value == shape.low)):
         return False
@@ -176,12 +176,12 @@ def includes_number(shape: Number, value: Fraction) -> bool:
     return all((value / divisor).denominator == 1 for divisor in shape.divisors)
 
 
-def intersect_strings(first: Text, second: Text) -> Text | None:
+def intersect_strings(first: StringShape, second: StringShape) -> StringShape | None:
     """The strings in both `first` and `second`; None if the length limits do not overlap."""
     low, high = max(first.low, second.low), min_of_maxima(first.high, second.high)
     if high is not None and low > high:
         return None
-    return Text(
+    return StringShape(
         low,
         high,
         first.patterns | second.patterns,
@@ -191,13 +191,13 @@ def intersect_strings(first: Text, second: Text) -> Text | None:
     )
 
 
-def intersect_arrays(first: Array, second: Array) -> Array | None:
+def intersect_arrays(first: ArrayShape, second: ArrayShape) -> ArrayShape | None:
     """The arrays in both `first` and `second`; None if the length limits do not overlap."""
     low, high = max(first.low, second.low), min_of_maxima(first.high, second.high)
     if high is not None and low > high:
         return None
     count = max(len(first.prefix), len(second.prefix))
-    return Array(
+    return ArrayShape(
         tuple(
             join_conjunctions(schemas_of_item(first, index), schemas_of_item(second, index)) for index in range(count)
         ),
@@ -210,7 +210,7 @@ def intersect_arrays(first: Array, second: Array) -> Array | None:
     )
 
 
-def schemas_of_item(shape: Array, index: int) -> Conjunction:
+def schemas_of_item(shape: ArrayShape, index: int) -> Conjunction:
     """The schemas against which the item at `index` must be valid."""
     return shape.prefix[index] if index < len(shape.prefix) else shape.rest
 
@@ -225,7 +225,7 @@ def with_origins_of(shape: Shape, *origins: Shape) -> Shape:
     )
 
 
-def allows_count(shape: Text | Array | Object, count: int) -> bool:
+def allows_count(shape: StringShape | ArrayShape | ObjectShape, count: int) -> bool:
     """Whether a string, array or object of `shape` may have `count` characters, items or properties."""
     return shape.low <= count and (shape.high is None or count <= shape.high)
 

@@ -1,4 +1,4 @@
-"""Writes a pattern for xgrammar that matches the strings of a `Text` shape, except strings with JSON escapes."""
+"""Writes a pattern for xgrammar that matches the strings of a `StringShape`, except strings with JSON escapes."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -8,14 +8,14 @@ from nanovllm_core.grammar.schemas.characters import invert_ranges, normalize_ra
 from nanovllm_core.grammar.schemas.document import SchemaError
 from nanovllm_core.grammar.schemas.formats import FORMATS
 from nanovllm_core.grammar.schemas.pattern_writer import write_json_string_pattern, write_pattern
-from nanovllm_core.grammar.schemas.shapes import Text, keyword_place
+from nanovllm_core.grammar.schemas.shapes import StringShape, keyword_place
 
 # Maximum number of repetitions of a character in a written pattern.
-MAX_LENGTH = 1_000_000
+MAX_REPETITIONS = 1_000_000
 # Maximum depth in characters of the trie in `exclude_strings`.
 MAX_TRIE_DEPTH = 32
-# Maximum number of prefixes in this trie. Compiling a prefix takes 7 ms, so if a schema has many objects, the tries of
-# later objects may have at most MAX_LATER_TRIE_PREFIXES.
+# Maximum number of prefixes in this trie. Compiling a prefix takes 7 ms. Therefore the tries of later objects in a
+# schema have at most MAX_LATER_TRIE_PREFIXES (see `MAX_EXACT_OBJECTS` in `undeclared_properties.py`).
 MAX_TRIE_PREFIXES = 6
 MAX_LATER_TRIE_PREFIXES = 1
 
@@ -27,20 +27,20 @@ def format_pattern(name: str) -> str | None:
     return write_pattern(regex.restrict_characters(regex.convert_to_full_match(regex.parse(FORMATS[name]))))
 
 
-def string_pattern(shape: Text, place: str, count_steps: search.CountSteps) -> str | None:
+def string_pattern(shape: StringShape, place: str, count_steps: search.CountSteps) -> str | None:
     """The pattern of a shape's strings; None if the shape has no strings. Raises SchemaError."""
     tree = string_tree(shape, place, count_steps)
     return None if tree == regex.NO_STRING else write_json_string_pattern(tree)
 
 
-def string_tree(shape: Text, place: str, count_steps: search.CountSteps) -> regex.Node:
+def string_tree(shape: StringShape, place: str, count_steps: search.CountSteps) -> regex.Node:
     """The regex tree of a shape's strings, without strings that need escapes in JSON. Raises SchemaError."""
     keyword = next((name for name, _ in shape.places if name in ("pattern", "maxLength", "minLength")), "pattern")
     error_place = keyword_place(shape, keyword) or place
     if len(shape.patterns) > 1:
         raise SchemaError(error_place, "pattern", "can't be enforced together with another pattern")
     if shape.forbidden_patterns:
-        raise SchemaError(error_place, "not", "of a pattern can't be enforced")
+        raise SchemaError(error_place, "not", "can't be enforced for a pattern")
     try:
         tree: regex.Node = regex.ANY_STRING
         for pattern in shape.patterns:
@@ -48,6 +48,9 @@ def string_tree(shape: Text, place: str, count_steps: search.CountSteps) -> rege
         tree = regex.restrict_characters(tree)
     except regex.RegexError as error:
         raise SchemaError(error_place, "pattern", f"has a pattern that can't be enforced: {error}") from error
+    if shape.low > MAX_REPETITIONS:
+        problem = f"is above {MAX_REPETITIONS}, which is not supported"
+        raise SchemaError(keyword_place(shape, "minLength") or place, "minLength", problem)
     if shape.low or shape.high is not None:
         limited = limit_length(tree, shape.low, shape.high)
         if limited is None:
@@ -57,7 +60,7 @@ def string_tree(shape: Text, place: str, count_steps: search.CountSteps) -> rege
         if tree == regex.restrict_characters(regex.ANY_STRING):
             return exclude_strings(shape.excluded)
         if any(search.matches_whole(tree, text, count_steps) for text in shape.excluded):
-            problem = "of single strings can't be enforced together with a pattern or length"
+            problem = "can't exclude single strings together with a pattern or length"
             raise SchemaError(error_place, "not", problem)
     return tree
 
@@ -78,7 +81,9 @@ def limit_length(tree: regex.Node, low: int, high: int | None) -> regex.Node | N
             return remaining[0] if len(remaining) == 1 else regex.Alternation(remaining)
         case regex.Repeat(regex.CharacterSet() as part, min_times, max_times):
             max_count = high if max_times is None else max_times if high is None else min(high, max_times)
-            return regex.Repeat(part, max(low, min_times), None if max_count is None else min(max_count, MAX_LENGTH))
+            return regex.Repeat(
+                part, max(low, min_times), None if max_count is None else min(max_count, MAX_REPETITIONS)
+            )
         case regex.Concatenation(parts):
             return _limit_varying_part(parts, low, high)
         case _:

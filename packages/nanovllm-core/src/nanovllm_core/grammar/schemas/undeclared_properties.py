@@ -4,7 +4,14 @@ from nanovllm_core.grammar.schemas import regex, search
 from nanovllm_core.grammar.schemas.document import SchemaError
 from nanovllm_core.grammar.schemas.pattern_writer import write_pattern
 from nanovllm_core.grammar.schemas.shape_resolver import ShapeResolver
-from nanovllm_core.grammar.schemas.shapes import FALSE_SCHEMA, Conjunction, Constant, Object, Text, keyword_place
+from nanovllm_core.grammar.schemas.shapes import (
+    FALSE_SCHEMA,
+    Conjunction,
+    ConstantShape,
+    ObjectShape,
+    StringShape,
+    keyword_place,
+)
 from nanovllm_core.grammar.schemas.string_patterns import (
     MAX_LATER_TRIE_PREFIXES,
     MAX_TRIE_PREFIXES,
@@ -12,13 +19,13 @@ from nanovllm_core.grammar.schemas.string_patterns import (
     string_tree,
 )
 
-# Per schema, this number of objects that allow undeclared beside declared properties may use up to MAX_TRIE_PREFIXES
-# in `exclude_strings`. Later objects may use up to MAX_LATER_TRIE_PREFIXES, and therefore forbid more names.
+# Number of objects in a schema, with declared and undeclared properties, that may use MAX_TRIE_PREFIXES prefixes in
+# `exclude_strings`. Later objects may use only MAX_LATER_TRIE_PREFIXES, and therefore forbid more names.
 MAX_EXACT_OBJECTS = 4
 
 
 def plan_undeclared_properties(
-    resolver: ShapeResolver, shape: Object, rest: Conjunction, place: str
+    resolver: ShapeResolver, shape: ObjectShape, rest: Conjunction, place: str
 ) -> tuple[list[tuple[str, Conjunction, bool]], list[tuple[str | None, Conjunction]]]:
     """Finds undeclared properties with known names, and undeclared properties whose names match a pattern.
 
@@ -42,9 +49,9 @@ def plan_undeclared_properties(
     patterns: list[tuple[str | None, Conjunction]] = []
     for name_shape in resolver.shapes(shape.name_schemas):
         match name_shape:
-            case Constant(value=str() as name) if name not in declared:
+            case ConstantShape(value=str() as name) if name not in declared:
                 named.append((name, rest, False))
-            case Text():
+            case StringShape():
                 tree = _name_tree(resolver, name_shape, declared, shape, place)
                 if tree != regex.NO_STRING:
                     patterns.append((write_pattern(tree), rest))
@@ -53,7 +60,9 @@ def plan_undeclared_properties(
     return named, patterns
 
 
-def _name_tree(resolver: ShapeResolver, name_shape: Text, declared: list[str], shape: Object, place: str) -> regex.Node:
+def _name_tree(
+    resolver: ShapeResolver, name_shape: StringShape, declared: list[str], shape: ObjectShape, place: str
+) -> regex.Node:
     error_place = keyword_place(shape, "propertyNames") or place
     tree = string_tree(name_shape, error_place, resolver.count_steps)
     matching = [name for name in declared if search.matches_whole(tree, name, resolver.count_steps)]
@@ -65,7 +74,7 @@ def _name_tree(resolver: ShapeResolver, name_shape: Text, declared: list[str], s
 
 
 def _plan_pattern_properties(
-    resolver: ShapeResolver, shape: Object, declared: list[str], place: str
+    resolver: ShapeResolver, shape: ObjectShape, declared: list[str], place: str
 ) -> list[tuple[str | None, Conjunction]]:
     error_place = keyword_place(shape, "patternProperties") or place
     allowed = [(pattern, conjunction) for pattern, conjunction in shape.patterns if conjunction != FALSE_SCHEMA]
@@ -77,7 +86,7 @@ def _plan_pattern_properties(
         raise SchemaError(error_place, "patternProperties", "can't be enforced beside propertyNames")
     planned: list[tuple[str | None, Conjunction]] = []
     for pattern, conjunction in allowed:
-        tree = string_tree(Text(patterns=frozenset({pattern})), error_place, resolver.count_steps)
+        tree = string_tree(StringShape(patterns=frozenset({pattern})), error_place, resolver.count_steps)
         for name in declared:
             if search.is_found(regex.parse(pattern, is_permissive=True), name, resolver.count_steps):
                 problem = f"matches the name of a declared property: {pattern!r} and {name!r}"

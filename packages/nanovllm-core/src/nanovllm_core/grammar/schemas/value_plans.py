@@ -17,13 +17,13 @@ from nanovllm_core.grammar.schemas.shape_resolver import ShapeResolver
 from nanovllm_core.grammar.schemas.shapes import (
     ANY_VALUE_SHAPES,
     FALSE_SCHEMA,
-    Array,
+    ArrayShape,
     Conjunction,
-    Constant,
-    Number,
-    Object,
+    ConstantShape,
+    NumberShape,
+    ObjectShape,
     Shape,
-    Text,
+    StringShape,
     join_conjunctions,
     keyword_place,
     min_of_maxima,
@@ -33,7 +33,7 @@ from nanovllm_core.grammar.schemas.undeclared_properties import plan_undeclared_
 
 # Maximum number of constants that replace a keyword such as multipleOf or uniqueItems.
 MAX_ENUMERATED_VALUES = 2_000
-# Maximum number of enum values of an item if uniqueItems is set. A list of all allowed arrays replaces such a schema.
+# Maximum number of enum values of unique items. A list of the allowed arrays replaces the schema of unique items.
 MAX_UNIQUE_ENUM_VALUES = 200
 # Maximum value of minItems and maxItems in xgrammar.
 MAX_ITEMS = 100_000
@@ -48,14 +48,14 @@ DECIMAL_SCALE = 10**6
 
 
 @dataclass(frozen=True, slots=True)
-class Constants:
+class ConstantsPlan:
     """A list of values, as in an enum."""
 
     values: tuple[JSON, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Numbers:
+class NumberPlan:
     """Numbers from `low` to `high`. divisor: all numbers are multiples of this integer; None for any number."""
 
     integer: bool
@@ -67,14 +67,14 @@ class Numbers:
 
 
 @dataclass(frozen=True, slots=True)
-class Texts:
+class StringPlan:
     """Strings that match a pattern in xgrammar's syntax. pattern: None for any string."""
 
     pattern: str | None
 
 
 @dataclass(frozen=True, slots=True)
-class Items:
+class ArrayPlan:
     """Arrays of `low` to `high` items; no maximum if `high` is None.
 
     prefix: schemas of the first items. rest: schemas of every other item.
@@ -87,7 +87,7 @@ class Items:
 
 
 @dataclass(frozen=True, slots=True)
-class Properties:
+class ObjectPlan:
     """Objects of `low` to `high` properties; no maximum if `high` is None.
 
     named: tuples (name, schemas of the value, whether the property is required), in the order of the output.
@@ -100,7 +100,7 @@ class Properties:
     high: int | None
 
 
-Plan: TypeAlias = Constants | Numbers | Texts | Items | Properties
+Plan: TypeAlias = ConstantsPlan | NumberPlan | StringPlan | ArrayPlan | ObjectPlan
 
 
 def plan_values(resolver: ShapeResolver, conjunction: Conjunction) -> tuple[Plan, ...] | None:
@@ -113,34 +113,34 @@ def plan_values(resolver: ShapeResolver, conjunction: Conjunction) -> tuple[Plan
     place = resolver.place(conjunction)
     for shape in shapes:
         match shape:
-            case Number():
+            case NumberShape():
                 planned.extend(_plan_numbers(shape, place))
-            case Text():
+            case StringShape():
                 planned.extend(_plan_strings(shape, place, resolver.count_steps))
-            case Array():
+            case ArrayShape():
                 planned.extend(_plan_arrays(resolver, shape, place))
-            case Object():
+            case ObjectShape():
                 planned.extend(_plan_objects(resolver, shape, place))
             case _:
                 pass
-    constants = [shape for shape in shapes if isinstance(shape, Constant)]
+    constants = [shape for shape in shapes if isinstance(shape, ConstantShape)]
     for shape in constants:
         _check_constant(shape, place)
-    return (*planned, Constants(tuple(shape.value for shape in constants))) if constants else tuple(planned)
+    return (*planned, ConstantsPlan(tuple(shape.value for shape in constants))) if constants else tuple(planned)
 
 
 def _infer_types(shapes: tuple[Shape, ...]) -> tuple[Shape, ...]:
     """If all types are allowed, keep only the types that a keyword restricts: `properties` alone implies an object."""
     unrestricted_shapes = set(ANY_VALUE_SHAPES)
     if not all(
-        any(type(other) is type(shape) and (other == shape or not isinstance(other, Constant)) for shape in shapes)
+        any(type(other) is type(shape) and (other == shape or not isinstance(other, ConstantShape)) for shape in shapes)
         for other in unrestricted_shapes
     ):
         return shapes
     restricted = tuple(
         shape
         for shape in shapes
-        if shape not in unrestricted_shapes and not shape.comes_from_negation and not isinstance(shape, Constant)
+        if shape not in unrestricted_shapes and not shape.comes_from_negation and not isinstance(shape, ConstantShape)
     )
     return restricted or shapes
 
@@ -152,7 +152,7 @@ def _error_at(shape: Shape, keyword: str, place: str, problem: str) -> SchemaErr
 # Numbers.
 
 
-def _check_constant(shape: Constant, place: str) -> None:
+def _check_constant(shape: ConstantShape, place: str) -> None:
     """Raises SchemaError for integers beyond 64 bits, because xgrammar changes such integers to floats."""
     pending = [shape.value]
     while pending:
@@ -164,7 +164,7 @@ def _check_constant(shape: Constant, place: str) -> None:
             raise _error_at(shape, keyword, place, f"has an integer beyond 64 bits: {str(value)[:40]}")
 
 
-def _plan_numbers(shape: Number, place: str) -> list[Plan]:
+def _plan_numbers(shape: NumberShape, place: str) -> list[Plan]:
     if shape.excluded:
         return _plan_between_excluded(shape, place)
     step = _common_multiple(shape, place)
@@ -182,10 +182,10 @@ def _plan_numbers(shape: Number, place: str) -> list[Plan]:
         raise _error_at(shape, _bound_keyword(shape), place, "is beyond what can be enforced: 2**53")
     if low is not None and high is not None and not _has_writable_number(low, high, excludes_low, excludes_high):
         raise _error_at(shape, _bound_keyword(shape), place, "leaves no number of at most 6 fraction digits")
-    return [Numbers(False, low, high, excludes_low, excludes_high)]
+    return [NumberPlan(False, low, high, excludes_low, excludes_high)]
 
 
-def _bound_keyword(shape: Number) -> str:
+def _bound_keyword(shape: NumberShape) -> str:
     """The first keyword that defines a bound, for errors."""
     keywords = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
     return next((keyword for keyword, _ in shape.places if keyword in keywords), "minimum")
@@ -198,7 +198,7 @@ def _has_writable_number(low: Fraction, high: Fraction, excludes_low: bool, excl
     return first <= last
 
 
-def _plan_between_excluded(shape: Number, place: str) -> list[Plan]:
+def _plan_between_excluded(shape: NumberShape, place: str) -> list[Plan]:
     """Plan the ranges between the excluded numbers."""
     without_excluded = replace(shape, excluded=frozenset())
     planned: list[Plan] = []
@@ -215,7 +215,7 @@ def _plan_between_excluded(shape: Number, place: str) -> list[Plan]:
     return planned
 
 
-def _common_multiple(shape: Number, place: str) -> Fraction | None:
+def _common_multiple(shape: NumberShape, place: str) -> Fraction | None:
     """The least common multiple of `shape.divisors`; None if there are no divisors."""
     step: Fraction | None = None
     for divisor in shape.divisors:
@@ -225,12 +225,12 @@ def _common_multiple(shape: Number, place: str) -> Fraction | None:
         # An integer is a multiple of n/d (in lowest terms) if it is a multiple of n.
         # A large d shows that n/d is a rounded float, such as 0.1, which binary floats can't store.
         if step.denominator > MAX_UNBOUNDED_MULTIPLE:
-            raise _error_at(shape, "multipleOf", place, "of a number with a fraction can't be enforced for integers")
+            raise _error_at(shape, "multipleOf", place, "is a fraction, which can't be enforced for integers")
         step = Fraction(step.numerator)
     return step
 
 
-def _plan_integers(shape: Number, step: Fraction | None, place: str) -> list[Plan]:
+def _plan_integers(shape: NumberShape, step: Fraction | None, place: str) -> list[Plan]:
     low = None if shape.low is None else ceil(shape.low) + (shape.excludes_low and shape.low.denominator == 1)
     high = None if shape.high is None else floor(shape.high) - (shape.excludes_high and shape.high.denominator == 1)
     if (low is not None and low > MAX_INT64) or (high is not None and high < -MAX_INT64):
@@ -240,16 +240,16 @@ def _plan_integers(shape: Number, step: Fraction | None, place: str) -> list[Pla
     if step is not None and step != 1:
         return _plan_multiples(shape, int(step), low, high, place)
     low_bound = None if low is None else Fraction(max(low, -MAX_INT64))
-    return [Numbers(True, low_bound, None if high is None else Fraction(min(high, MAX_INT64)))]
+    return [NumberPlan(True, low_bound, None if high is None else Fraction(min(high, MAX_INT64)))]
 
 
-def _plan_multiples(shape: Number, step: int, low: int | None, high: int | None, place: str) -> list[Plan]:
+def _plan_multiples(shape: NumberShape, step: int, low: int | None, high: int | None, place: str) -> list[Plan]:
     if low is None and high is None:
         if step > MAX_UNBOUNDED_MULTIPLE:
-            problem = f"above {MAX_UNBOUNDED_MULTIPLE} can be enforced between bounds only"
+            problem = f"is above {MAX_UNBOUNDED_MULTIPLE}, which can be enforced only with both bounds"
             raise _error_at(shape, "multipleOf", place, problem)
-        if _ends_with_zeros(step):
-            return [Numbers(True, divisor=step)]
+        if _divides_power_of_ten(step):
+            return [NumberPlan(True, divisor=step)]
         # For any other `step`, appended zeros may never yield a multiple, so the grammar could not end the number.
         low, high = -(MAX_ENUMERATED_VALUES // 2 - 1) * step, MAX_ENUMERATED_VALUES // 2 * step
     if low is None or high is None:
@@ -259,10 +259,10 @@ def _plan_multiples(shape: Number, step: int, low: int | None, high: int | None,
     if last - first >= MAX_ENUMERATED_VALUES:
         problem = f"between bounds leaves more than {MAX_ENUMERATED_VALUES} values"
         raise _error_at(shape, "multipleOf", place, problem)
-    return [Constants(tuple(index * step for index in range(first, last + 1)))] if first <= last else []
+    return [ConstantsPlan(tuple(index * step for index in range(first, last + 1)))] if first <= last else []
 
 
-def _ends_with_zeros(step: int) -> bool:
+def _divides_power_of_ten(step: int) -> bool:
     """Whether appending enough zeros makes every integer a multiple of `step`."""
     return 10 ** step.bit_length() % step == 0
 
@@ -270,18 +270,18 @@ def _ends_with_zeros(step: int) -> bool:
 # Strings.
 
 
-def _plan_strings(shape: Text, place: str, count_steps: CountSteps) -> list[Plan]:
+def _plan_strings(shape: StringShape, place: str, count_steps: CountSteps) -> list[Plan]:
     if not (shape.low or shape.high is not None or shape.patterns or shape.forbidden_patterns or shape.excluded):
         pattern = None if shape.format is None else format_pattern(shape.format)
-        return [Texts(pattern)]
+        return [StringPlan(pattern)]
     pattern = string_pattern(shape, place, count_steps)
-    return [] if pattern is None else [Texts(pattern)]
+    return [] if pattern is None else [StringPlan(pattern)]
 
 
 # Arrays.
 
 
-def _plan_arrays(resolver: ShapeResolver, shape: Array, place: str) -> list[Plan]:
+def _plan_arrays(resolver: ShapeResolver, shape: ArrayShape, place: str) -> list[Plan]:
     high = shape.high
     if shape.rest == FALSE_SCHEMA:
         high = min_of_maxima(high, len(shape.prefix))
@@ -292,17 +292,17 @@ def _plan_arrays(resolver: ShapeResolver, shape: Array, place: str) -> list[Plan
     if high is not None and low > high:
         return []
     if low > MAX_ITEMS:
-        raise _error_at(shape, "minItems", place, f"above {MAX_ITEMS} is not supported")
+        raise _error_at(shape, "minItems", place, f"is above {MAX_ITEMS}, which is not supported")
     if high is not None:
         high = min(high, MAX_ITEMS)
         prefix = prefix[:high]
     if shape.unique and (high is None or high > 1):
         return [_plan_unique_items(resolver, shape, prefix, low, high, place)]
     rest = FALSE_SCHEMA if high is not None and high <= len(prefix) else shape.rest
-    return [Items(tuple(prefix), rest, low, high)]
+    return [ArrayPlan(tuple(prefix), rest, low, high)]
 
 
-def _add_contained_items(shape: Array, high: int | None, place: str) -> tuple[list[Conjunction], int]:
+def _add_contained_items(shape: ArrayShape, high: int | None, place: str) -> tuple[list[Conjunction], int]:
     """Returns (schemas of the first items, including `contains`; number of items that `contains` requires)."""
     prefix = list(shape.prefix)
     position = 0
@@ -320,17 +320,17 @@ def _add_contained_items(shape: Array, high: int | None, place: str) -> tuple[li
 
 
 def _plan_unique_items(
-    resolver: ShapeResolver, shape: Array, prefix: list[Conjunction], low: int, high: int | None, place: str
+    resolver: ShapeResolver, shape: ArrayShape, prefix: list[Conjunction], low: int, high: int | None, place: str
 ) -> Plan:
-    """List all arrays of distinct enum values. If these are too many, list only arrays with items in enum order."""
+    """List all arrays of distinct enum values. If there are too many, list only arrays with items in enum order."""
     items = resolver.shapes(shape.rest)
-    values = [item.value for item in items if isinstance(item, Constant)]
+    values = [item.value for item in items if isinstance(item, ConstantShape)]
     max_length = min(len(values) if high is None else high, len(values))
     if not prefix and len(values) == len(items) and len(values) <= MAX_UNIQUE_ENUM_VALUES:
         for arrange, count in ((permutations, perm), (combinations, comb)):
             lengths = range(low, max_length + 1)
             if sum(count(len(values), length) for length in lengths) <= MAX_ENUMERATED_VALUES:
-                return Constants(tuple(list(array) for length in lengths for array in arrange(values, length)))
+                return ConstantsPlan(tuple(list(array) for length in lengths for array in arrange(values, length)))
     problem = f"can be enforced only if items are an enum that allows at most {MAX_ENUMERATED_VALUES} arrays"
     raise _error_at(shape, "uniqueItems", place, f"{problem}; leave it out")
 
@@ -338,7 +338,7 @@ def _plan_unique_items(
 # Objects.
 
 
-def _plan_objects(resolver: ShapeResolver, shape: Object, place: str) -> list[Plan]:
+def _plan_objects(resolver: ShapeResolver, shape: ObjectShape, place: str) -> list[Plan]:
     known = dict(shape.properties)
     missing = tuple((name, resolver.schemas_of_property(shape, name)) for name in shape.required if name not in known)
     shape = replace(shape, properties=shape.properties + missing)
@@ -348,7 +348,7 @@ def _plan_objects(resolver: ShapeResolver, shape: Object, place: str) -> list[Pl
     named = [prop for prop in named if prop[1] != FALSE_SCHEMA]
     rest = shape.rest
     if rest is None:
-        # No keyword mentions undeclared properties. If declared ones exist and suffice for `low`, allow only these.
+        # No keyword mentions undeclared properties. If declared properties exist and reach `low`, allow only them.
         rest = FALSE_SCHEMA if (shape.properties or shape.patterns) and shape.low <= len(named) else ()
     name_patterns: list[tuple[str | None, Conjunction]] = []
     if shape.high is None or shape.high > 0:
@@ -365,4 +365,4 @@ def _plan_objects(resolver: ShapeResolver, shape: Object, place: str) -> list[Pl
         high = None
     if high == 0:
         named, name_patterns, high = [], [], None
-    return [Properties(tuple(named), tuple(name_patterns), low, high)]
+    return [ObjectPlan(tuple(named), tuple(name_patterns), low, high)]
