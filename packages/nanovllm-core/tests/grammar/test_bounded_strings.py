@@ -1,4 +1,4 @@
-"""The rules of bounded strings allow exactly the right strings, with precomputed masks."""
+"""The rules of bounded strings allow exactly the right strings, and keep the lookaheads that make masks fast."""
 
 import json
 import random
@@ -21,7 +21,7 @@ from nanovllm_core.grammar.compiler import Compiler, Grammar
 ANY = r"[ -!#-\[\]-\u{7ff}]|[\u{800}-\u{d7ff}\u{e000}-\u{ffff}]|[\u{10000}-\u{10ffff}]"
 CHARACTERS = ("a", " ", "\x7f", "é", "\u07ff", "\u0800", "\ud7ff", "\uffff", "😀", "\U0010ffff")
 BYTES = [bytes((byte,)) for byte in range(256)]
-# Of several characters, with parts of such that take several bytes, and with what ends a string.
+# Tokens of several characters, some with the end of a string. `PARTS` begin or end within a character.
 WORDS = [
     *("a" * length for length in (2, 3, 5, 8, BLOCK_LENGTH, BLOCK_LENGTH + 1, MIN_TAIL_LENGTH, 60)),
     *("éé", "a😀", "€" * 9, 'a"', 'aaa"', '"}', 'a"}', '","b', 'aa","b":"a', '""', "a\n", "\\n"),
@@ -47,7 +47,7 @@ def accepts(grammar: Grammar, text: str | bytes) -> bool:
     return all(matcher.accept(byte) for byte in whole) and matcher.inner.is_completed()
 
 
-BOUND_KEYWORDS = sorted(
+BOUNDS = sorted(
     {
         (low, high)
         for high in (0, 1, 15, 31, 32, 47, 48, 49, 64, 96, 127, 200, 500)
@@ -56,8 +56,8 @@ BOUND_KEYWORDS = sorted(
 )
 
 
-@pytest.mark.parametrize(("low", "high"), [(low, high) for low, high in BOUND_KEYWORDS if low <= high])
-def test_as_many_characters_as_may_be_and_no_more(compiler, low, high):
+@pytest.mark.parametrize(("low", "high"), [(low, high) for low, high in BOUNDS if low <= high])
+def test_strings_within_their_bounds_and_no_others_are_accepted(compiler, low, high):
     grammar = compiler.compile(GrammarSpec("json_schema", json.dumps(pattern(low, high))))
     for length in range(high + 3):
         assert accepts(grammar, '"' + "a" * length + '"') == (low <= length <= high)
@@ -68,7 +68,7 @@ def test_as_many_characters_as_may_be_and_no_more(compiler, low, high):
         assert not accepts(grammar, b'"' + b"a" * low + wrong + b'"')
 
 
-def test_bounds_that_are_large(compiler):
+def test_large_bounds_are_exact(compiler):
     grammar = compiler.compile(GrammarSpec("json_schema", json.dumps(pattern(2, 50_000))))
     for length in (1, 2, 1_000, 49_999, 50_000, 50_001):
         assert accepts(grammar, '"' + "a" * length + '"') == (2 <= length <= 50_000)
@@ -78,7 +78,7 @@ def test_bounds_that_are_large(compiler):
 
 
 def fits(written: bytes, low: int, high: int | None) -> bool:
-    """Whether `written` begins an object of one such string, `a`, and maybe another, `b`, of up to 3 characters."""
+    """Whether `written` begins an object with a string `a` within the bounds, and maybe a string `b` of up to 3."""
     text = written.decode(errors="ignore")
     try:
         written.decode()
@@ -99,7 +99,7 @@ def fits(written: bytes, low: int, high: int | None) -> bool:
     [(0, 40), (2, 48), (0, 63), (5, 130), (0, 200), (20, 20), (24, 40), (41, 60), (40, 130), (2, None), (45, None)],
 )
 def test_masks_allow_exactly_the_tokens_that_fit(compiler, low, high):
-    """Masks may lack tokens that are longer than a tail or, with many required characters, half a block."""
+    """Masks may lack tokens of more than `always_allowed_length` bytes."""
     always_allowed_length = HALF_BLOCK_LENGTH if low > BLOCK_LENGTH else MIN_TAIL_LENGTH - BLOCK_LENGTH
     schema = {
         "type": "object",
@@ -113,7 +113,7 @@ def test_masks_allow_exactly_the_tokens_that_fit(compiler, low, high):
     rng = random.Random(str(high))
     mask = np.zeros((1, len(grammar.usable_token_mask)), np.int32)
     for turn in range(6):
-        # Without the terminator, which closes what repeats itself.
+        # `inner` has no terminator, which would close strings that repeat themselves.
         matcher, written = grammar.start().inner, b'{"a":"'
         assert all(matcher.accept_token(byte) for byte in written)
         while not matcher.is_completed():
@@ -134,7 +134,7 @@ def test_masks_allow_exactly_the_tokens_that_fit(compiler, low, high):
 
 
 def test_no_rule_loses_its_lookahead(compiler):
-    """Else xgrammar, whatever it is made to do by another version, tries thousands of tokens at every mask."""
+    """Without lookaheads, xgrammar tests thousands of tokens for every mask. Another version may drop lookaheads."""
     properties = {f"p{high}": pattern(low, high) for low, high in ((0, 20), (3, 100), (70, 500), (0, 2000), (9, None))}
     source = json.dumps({"type": "object", "properties": properties, "required": [*properties]})
     rules = str(compiler.compile(GrammarSpec("json_schema", source)).inner.grammar).splitlines()
@@ -153,7 +153,7 @@ def test_strings_within_a_structural_tag(compiler, style):
         assert accepts(grammar, written.format(text)) == (len(text) <= 3)
 
 
-def test_only_patterns_that_bound_a_length_are_taken():
+def test_only_patterns_that_bound_a_length_are_parsed():
     assert parse_bounded_pattern("^(?:[a-z]){0,3}$") == BoundedString(r"[\U00000061-\U0000007a]", 0, 3)
     assert parse_bounded_pattern(r"^(?:[a\-\u{2d}]|\.){1,500}$") == BoundedString(
         r"[\U00000061-\U00000061\U0000002d-\U0000002d\U0000002d-\U0000002d\U0000002e-\U0000002e]", 1, 500
@@ -168,21 +168,21 @@ def test_only_patterns_that_bound_a_length_are_taken():
 
 
 def test_other_patterns_are_left_unchanged(compiler):
-    """Constants, names of properties, and words that the rules are made with."""
-    look = {"type": "string", "pattern": "^(?:[a-b]){0,3}$"}
+    """Constants, names of properties and texts stay as they are, even if they resemble patterns, keywords or rules."""
+    lookalike = {"type": "string", "pattern": "^(?:[a-b]){0,3}$"}
     schema = {
         "type": "object",
         "properties": {
-            "enum": look,
-            "c": {"enum": [look]},
-            "marked0[ab]": look,
+            "enum": lookalike,
+            "c": {"enum": [lookalike]},
+            "marked0[ab]": lookalike,
             "bounded_0_tail1": {"enum": ["marked0a"]},
         },
         "required": ["enum", "c", "marked0[ab]", "bounded_0_tail1"],
         "additionalProperties": False,
     }
     grammar = compiler.compile(GrammarSpec("json_schema", json.dumps(schema)))
-    value = {"enum": "aba", "c": look, "marked0[ab]": "", "bounded_0_tail1": "marked0a"}
+    value = {"enum": "aba", "c": lookalike, "marked0[ab]": "", "bounded_0_tail1": "marked0a"}
     assert accepts(grammar, json.dumps(value, separators=(",", ":")))
     for name in ("enum", "marked0[ab]"):
         for wrong in ("abab", "marked0a", "c"):

@@ -105,7 +105,7 @@ def test_expensive_schemas_are_refused_with_advice_before_they_are_compiled(name
         (lambda n: objects(dict.fromkeys(words(n), INTEGER), required=words(n)), (100, 200, 400), 2.5),
         (lambda n: objects({name: {"enum": [name, 1]} for name in words(n)}, required=words(n)[:1]), (100, 200), 3),
         (lambda n: {"enum": words(n, 50)}, (100, 200, 400), 2.1),
-        # The rules of strings are shared, whatever their number and bounds are.
+        # Strings share their rules, whatever their number and bounds are.
         (lambda n: bounded(n, 1), (20, 40, 80), 2),
         (lambda n: bounded(n, 20, 17), (20, 40, 80), 2),
     ],
@@ -167,7 +167,7 @@ def test_steps_of_the_conversion_grow_with_the_size(steps, make, factor):
 def test_conversion_of_hostile_schemas_ends_at_the_limit(steps, schema):
     with pytest.raises(GrammarError):
         convert_grammar(GrammarSpec("json_schema", json.dumps(schema)))
-    # One step counts up to an eighth of the text, so the sum exceeds the limit by that at most.
+    # The last call may count many steps, up to an eighth of the text's length. So the sum may exceed the limit.
     assert sum(steps) <= MAX_STEPS + 2_000
 
 
@@ -191,10 +191,10 @@ def masks_along(grammar, text: str) -> list[bytes]:
 
 
 def test_lookaheads_of_values_allow_the_same_tokens():
-    words_ = [bytes([byte]) for byte in range(256)]
+    token_texts = [bytes([byte]) for byte in range(256)]
     for index, word in enumerate((b'",', b'"}', b'" ', b'","', b'1,"', b"1}", b"1]", b'1, "', b'"]', b's"', b'es","s')):
-        words_[128 + index] = word
-    info = xgrammar.TokenizerInfo([*words_, b""], xgrammar.VocabType.RAW, stop_token_ids=[256])
+        token_texts[128 + index] = word
+    info = xgrammar.TokenizerInfo([*token_texts, b""], xgrammar.VocabType.RAW, stop_token_ids=[256])
     compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
     before = str(xgrammar.Grammar.from_json_schema(json.dumps(VALUES), max_whitespace_cnt=1))
     after = shorten_value_lookaheads(before)

@@ -1,4 +1,4 @@
-"""What compiled grammars allow, walked at random and checked by the standard library."""
+"""Random outputs that compiled grammars allow are valid by checks that use only the standard library."""
 
 import json
 import random
@@ -24,10 +24,10 @@ def allowed(grammar_mask: np.ndarray) -> list[int]:
     return np.flatnonzero(bits).tolist()
 
 
-def walk(grammar: Grammar, rng: random.Random, most: int) -> tuple[list[int], bool]:
-    """Random allowed tokens, the end as soon as it is allowed every other time: the tokens, and whether it came."""
+def walk(grammar: Grammar, rng: random.Random, max_tokens: int) -> tuple[list[int], bool]:
+    """Choose random allowed tokens, often the end token. Returns the tokens, and whether the end token was chosen."""
     matcher, mask, tokens = grammar.start(), np.zeros((1, WORDS), np.int32), []
-    while len(tokens) < most:
+    while len(tokens) < max_tokens:
         matcher.fill_mask(mask, 0)
         choices = allowed(mask[0])
         assert choices
@@ -44,12 +44,12 @@ def walk(grammar: Grammar, rng: random.Random, most: int) -> tuple[list[int], bo
 
 
 @pytest.mark.parametrize("spec", CHECKS, ids=lambda spec: spec.kind)
-def test_whatever_is_allowed_matches(compiler, spec):
+def test_allowed_outputs_match_their_grammar(compiler, spec):
     grammar, rng, ended = compiler.compile(spec), random.Random(1), 0
     for _ in range(60):
-        tokens, over = walk(grammar, rng, 150)
-        ended += over
-        assert not over or CHECKS[spec](text_of(tokens)), text_of(tokens)
+        tokens, has_ended = walk(grammar, rng, 150)
+        ended += has_ended
+        assert not has_ended or CHECKS[spec](text_of(tokens)), text_of(tokens)
     assert ended
 
 

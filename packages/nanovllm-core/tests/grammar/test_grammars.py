@@ -14,11 +14,11 @@ from nanovllm_core.grammar_types import ParameterTypes
 
 
 @pytest.fixture
-async def kept(vetter, monkeypatch):
+async def grammar_cache(vetter, monkeypatch):
     vetter.use(monkeypatch)
-    kept = Grammars(toy_model.toy_vocabulary, toy_model.VOCAB, (toy_model.EOS,))
-    yield kept
-    kept.close()
+    grammar_cache = Grammars(toy_model.toy_vocabulary, toy_model.VOCAB, (toy_model.EOS,))
+    yield grammar_cache
+    grammar_cache.close()
 
 
 @pytest.fixture
@@ -35,61 +35,61 @@ def compiled(monkeypatch) -> list[GrammarSpec]:
     return specs
 
 
-async def test_grammar_is_compiled_once_for_concurrent_and_cancelled_callers(kept, compiled):
-    waiting = [asyncio.create_task(kept.compile(REGEX)) for _ in range(5)]
+async def test_grammar_is_compiled_once_for_concurrent_and_cancelled_callers(grammar_cache, compiled):
+    waiting = [asyncio.create_task(grammar_cache.compile(REGEX)) for _ in range(5)]
     await asyncio.sleep(0)
     waiting[0].cancel()
     found = await asyncio.gather(*waiting[1:])
     assert len(set(map(id, found))) == 1
-    assert await kept.compile(GrammarSpec(REGEX.kind, REGEX.source)) is found[0]
-    assert kept.get(REGEX) is found[0]
+    assert await grammar_cache.compile(GrammarSpec(REGEX.kind, REGEX.source)) is found[0]
+    assert grammar_cache.get(REGEX) is found[0]
     assert compiled == [REGEX]
 
 
-async def test_a_failure_is_everyone_s_and_is_not_kept(kept):
+async def test_a_failure_reaches_all_callers_and_is_not_cached(grammar_cache):
     bad = GrammarSpec("regex", "((")
-    failures = await asyncio.gather(*(kept.compile(bad) for _ in range(3)), return_exceptions=True)
+    failures = await asyncio.gather(*(grammar_cache.compile(bad) for _ in range(3)), return_exceptions=True)
     assert [type(failure) for failure in failures] == [GrammarError] * 3
-    assert kept.get(bad) is None
-    assert kept.num_cached == 0
+    assert grammar_cache.get(bad) is None
+    assert grammar_cache.num_cached == 0
 
 
-async def test_the_least_recently_used_are_given_up(kept, compiled, monkeypatch):
+async def test_the_least_recently_used_grammar_is_evicted(grammar_cache, compiled, monkeypatch):
     specs = [GrammarSpec("regex", f"[ab]{{{count}}}") for count in range(1, 5)]
-    sizes = [(await kept.compile(spec)).num_bytes + len(spec.source) for spec in specs[:3]]
+    sizes = [(await grammar_cache.compile(spec)).num_bytes + len(spec.source) for spec in specs[:3]]
     monkeypatch.setattr(grammars, "MAX_CACHE_BYTES", sum(sizes) + max(sizes) // 2)
-    assert kept.get(specs[0]) is not None
-    await kept.compile(specs[3])
-    assert [kept.get(spec) is not None for spec in specs] == [True, False, True, True]
-    await kept.compile(specs[1])
+    assert grammar_cache.get(specs[0]) is not None
+    await grammar_cache.compile(specs[3])
+    assert [grammar_cache.get(spec) is not None for spec in specs] == [True, False, True, True]
+    await grammar_cache.compile(specs[1])
     assert compiled == [*specs, specs[1]]
 
 
-async def test_limits_are_named(kept, monkeypatch):
+async def test_errors_name_the_exceeded_limit(grammar_cache, monkeypatch):
     monkeypatch.setattr(grammars, "MAX_SOURCE_LENGTH", 50)
     with pytest.raises(GrammarError, match="has 51 characters, but may have at most 50"):
-        await kept.compile(GrammarSpec("regex", "a" * 51))
+        await grammar_cache.compile(GrammarSpec("regex", "a" * 51))
     monkeypatch.setattr(grammars, "MAX_SOURCE_LENGTH", 1000)
     monkeypatch.setattr(grammars, "MAX_GRAMMAR_BYTES", 1000)
     with pytest.raises(GrammarError, match="MiB when compiled, but may take at most"):
-        await kept.compile(JSON)
+        await grammar_cache.compile(JSON)
 
 
 async def test_unreadable_vocabulary_is_raised_and_logged(caplog):
     def fail() -> Vocabulary:
         raise OSError("no such file")
 
-    kept = Grammars(fail, toy_model.VOCAB, (toy_model.EOS,))
+    grammar_cache = Grammars(fail, toy_model.VOCAB, (toy_model.EOS,))
     with pytest.raises(GrammarError, match="^grammars can't be compiled now: OSError: no such file$"):
-        await kept.compile(REGEX)
+        await grammar_cache.compile(REGEX)
     assert "no such file" in caplog.text
-    kept.close()
+    grammar_cache.close()
 
 
-async def test_close_fails_waiting_callers(kept):
-    waiting = asyncio.create_task(kept.compile(REGEX))
+async def test_close_fails_waiting_callers(grammar_cache):
+    waiting = asyncio.create_task(grammar_cache.compile(REGEX))
     await asyncio.sleep(0)
-    kept.close()
+    grammar_cache.close()
     with pytest.raises(GrammarError, match="the engine was stopped"):
         await waiting
 
@@ -104,8 +104,8 @@ async def test_close_fails_waiting_callers(kept):
         ),
     ],
 )
-async def test_a_vocabulary_must_end_answers_as_the_model_does(vocabulary, message):
-    kept = Grammars(vocabulary, toy_model.VOCAB, (toy_model.EOS,))
+async def test_a_vocabulary_with_other_end_tokens_than_the_model_is_refused(vocabulary, message):
+    grammar_cache = Grammars(vocabulary, toy_model.VOCAB, (toy_model.EOS,))
     with pytest.raises(GrammarError, match=message):
-        await kept.compile(REGEX)
-    kept.close()
+        await grammar_cache.compile(REGEX)
+    grammar_cache.close()

@@ -19,7 +19,7 @@ from nanovllm_core.grammar.json_termination import (
     JsonTokenClasses,
 )
 
-# Every byte, the end, and a few of several bytes, as vocabularies have them.
+# Tokens for every byte, the end token, and a few tokens of several bytes.
 END = 256
 WORDS = [b'", "', b'\\"', b"0, ", b"12"]
 TOKENS = [*(bytes((byte,)) for byte in range(256)), b"", *WORDS]
@@ -35,7 +35,7 @@ def schema(value) -> GrammarSpec:
 
 
 def write(grammar: Grammar, begin: str, again: list[bytes], most: int) -> bytes:
-    """What begins with `begin` and goes on with `again`, over and over, while it may; then what it must go on with."""
+    """Text that begins with `begin`, repeats `again` while the grammar allows this, and then closes what is open."""
     matcher, mask = grammar.start(), np.zeros((1, -(-len(TOKENS) // 32)), np.int32)
     written: list[int] = []
 
@@ -66,7 +66,7 @@ def test_a_string_that_repeats_itself_is_closed(compiler, again):
     assert MIN_REPEATED_TOKENS <= len(text) <= 4 * MIN_REPEATED_TOKENS
 
 
-def test_a_string_of_any_kind_is_closed_in_the_end(compiler):
+def test_any_string_is_closed_at_the_maximum_number_of_tokens(compiler):
     again = [bytes((97 + index * index % 101 % 26,)) for index in range(997)]
     text = write(compiler.compile(schema({"type": "string"})), '"', again, 2 * MAX_STRING_TOKENS)
     assert MAX_STRING_TOKENS - 2 <= len(text) <= MAX_STRING_TOKENS + 2
@@ -89,7 +89,7 @@ def test_a_string_has_the_length_that_its_schema_asks_for(compiler):
     ],
 )
 @pytest.mark.parametrize("around", ["[]", "{}"])
-def test_a_number_ends(compiler, kind, begin, most, around):
+def test_a_number_ends_at_the_maximum_length(compiler, kind, begin, most, around):
     inner = {"type": kind}
     object_of_one = {"properties": {"a": inner}, "required": ["a"], "type": "object", "additionalProperties": False}
     grammar = compiler.compile(schema({"type": "array", "items": inner} if around == "[]" else object_of_one))
@@ -115,7 +115,7 @@ def test_a_number_between_bounds_has_all_its_digits(compiler):
     ],
     ids=["numbers", "rows", "strings", "anything"],
 )
-def test_an_array_may_have_the_same_again_and_again(compiler, items, begin, again):
+def test_an_array_may_repeat_its_items(compiler, items, begin, again):
     grammar = compiler.compile(schema({"type": "array", "items": items}))
     assert write(grammar, begin, again, 700).count(again[0]) >= 90
 
@@ -123,7 +123,7 @@ def test_an_array_may_have_the_same_again_and_again(compiler, items, begin, agai
 @pytest.mark.parametrize(
     "form", [{}, {"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}], ids=["free", "optional", "required"]
 )
-def test_nesting_ends_unless_it_must_go_on(compiler, form):
+def test_nesting_ends_unless_the_schema_requires_more(compiler, form):
     value = {"type": "object", "properties": {"a": {"$ref": "#/$defs/a"}}, "additionalProperties": False}
     must = {"type": "object", "properties": {"b": {"enum": [0]}}, "required": ["b"], "additionalProperties": False}
     for _ in range(40):
@@ -149,7 +149,7 @@ def test_free_text_and_custom_grammars_are_not_terminated(compiler):
         assert len(write(compiler.compile(spec), '"', [b"a"], 800)) >= 800
 
 
-def test_a_row_that_is_resumed_goes_on_as_it_was(compiler):
+def test_a_resumed_row_has_the_same_masks(compiler):
     grammar = compiler.compile(schema({"type": "string"}))
     masks = np.zeros((2, -(-len(TOKENS) // 32)), np.int32)
     tokens = [*b'"' + b"ab" * 60]

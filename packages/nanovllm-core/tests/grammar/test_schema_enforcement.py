@@ -14,7 +14,7 @@ from nanovllm_core.grammar.schema_enforcement import convert_grammar
 from nanovllm_core.grammar.schemas.declared_types import declared_types
 from nanovllm_core.grammar.schemas.shape_resolver import ShapeResolver
 
-# The conversion takes seconds, until it has no steps left.
+# The conversion takes seconds, until it reaches the limit of steps.
 SLOW_SCHEMA = {"oneOf": [{"type": "string", "pattern": f"^pattern{i}"} for i in range(1000)]}
 UNIQUE = {"type": "array", "uniqueItems": True}
 
@@ -43,7 +43,7 @@ async def test_conversion_does_not_run_in_this_process_and_does_not_block_its_lo
         grammar = await cache.compile(GrammarSpec("json_schema", json.dumps(OBJECT)))
         assert grammar.start() is not None
         assert steps == []
-        # Here, a conversion would have been noticed.
+        # In this process, the patch notices a conversion.
         convert_grammar(GrammarSpec("json_schema", json.dumps(OBJECT)))
         assert steps
     finally:

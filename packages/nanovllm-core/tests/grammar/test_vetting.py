@@ -24,7 +24,7 @@ def make_vetter() -> Vetter:
 
 @pytest.fixture(scope="module")
 def strict():
-    """A vetter with little time to give."""
+    """A vetter with a low time limit."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(vetting, "MAX_SECONDS", 2.0)
         vetter = make_vetter()
@@ -76,7 +76,7 @@ def test_time_in_which_a_grammar_gets_no_cpu_does_not_count(strict):
     assert outcomes[0].rules
 
 
-def test_a_process_that_was_killed_is_replaced_and_memory_is_limited(strict):
+def test_killed_process_is_replaced_and_memory_is_limited_and_unexpected_errors_are_reported(strict):
     before = strict.pid
     strict._max_bytes = 24 << 20
     os.kill(before, signal.SIGKILL)
@@ -87,6 +87,9 @@ def test_a_process_that_was_killed_is_replaced_and_memory_is_limited(strict):
     with pytest.raises(GrammarError, match="this grammar takes more than 24 MiB to compile"):
         strict.vet(SLOW)
     strict.vet(REGEX)
+    with pytest.raises(RuntimeError, match="ValidationError: Invalid enum value 'unknown'") as caught:
+        strict.vet(GrammarSpec("unknown", "x"))
+    assert "in _compile_and_exit" in caught.value.__notes__[0]
     strict.close()
     with pytest.raises(GrammarError, match="the engine was stopped"):
         strict.vet(REGEX)
@@ -109,7 +112,7 @@ def children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-def is_there(pid: int) -> bool:
+def is_running(pid: int) -> bool:
     status = Path(f"/proc/{pid}/stat")
     return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
 
@@ -127,6 +130,6 @@ def test_vetting_process_and_its_children_end_with_the_parent():
         trials = children(pid)
         assert trials
         parent.kill()
-    while any(map(is_there, (pid, *trials))) and time.monotonic() < deadline:
+    while any(map(is_running, (pid, *trials))) and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert not any(map(is_there, (pid, *trials)))
+    assert not any(map(is_running, (pid, *trials)))

@@ -1,18 +1,18 @@
 """Writes JSON strings of bounded length as grammar rules that xgrammar runs fast.
 
-Without these rules, xgrammar 0.2.8 is slow. For an upper bound of N <= 128 characters, it compiles for N times 7 ms.
-With a larger bound, each mask takes 17 ms.
+Without these rules, xgrammar 0.2.8 is slow. It compiles an upper bound of N <= 128 characters in N times 7 ms.
+With a larger bound, it takes 17 ms to compute each mask of allowed next tokens.
 """
 # `x{0,n}`, up to n characters of the class x, becomes optional runs of blocks, followed by a tail. A block has exactly
 # BLOCK_LENGTH characters. Each run takes half of the remaining blocks. The rule `tailN` matches at most N characters,
 # for example `tail2 ::= "" | x tail1`. All strings of a class share these rules.
-# xgrammar would test each token that crosses the end of a block at run time. Therefore blocks end with a lookahead that
-# never matches. xgrammar uses lookaheads only for masks, so masks lack these tokens, but blocks can still match.
-# Masks allow these tokens because of the tail. Runs are optional, so another parse of the same text has left out the
-# current block, and is in the tail.
+# At run time, xgrammar would test each token that crosses a block's end. Therefore blocks end with a lookahead that
+# never matches. xgrammar uses lookaheads only for masks: a block adds no crossing tokens to a mask, but still matches.
+# The tail adds the crossing tokens to the mask. Runs are optional, so another parse of the same text skips the current
+# block and is in the tail.
 #
-# `x{n}`, exactly n characters, becomes blocks and a part of a block. `write_rule_body` writes alternatives in which
-# blocks end half a block apart. So a token of up to HALF_BLOCK_LENGTH characters crosses no end in one of them.
+# `x{n}`, exactly n characters, becomes blocks and a part of a block. `write_rule_body` writes alternatives whose
+# block ends are half a block apart. A token of up to HALF_BLOCK_LENGTH characters crosses no block end in one of them.
 
 import re
 from dataclasses import dataclass

@@ -27,7 +27,7 @@ STEPS_PER_WIDE_STATE = 6_500
 STEPS_PER_WIDE_LOOP = 1_000
 STEPS_PER_NARROW_STATE = 50
 
-# Maximum length of a chain of references that is compared to find equal rules.
+# Maximum depth of the references that `_make_key_finder` follows to find equal rules.
 MAX_REFERENCE_DEPTH = 100
 
 _NAME = r"[A-Za-z_][\w.-]*"
@@ -140,7 +140,7 @@ def _make_key_finder(bodies: dict[str, str]) -> Callable[[str], int | str]:
 
     def find_key(name: str) -> int | str:
         if name not in keys:
-            keys[name] = name  # This key is used until the references are resolved, and at the end of a long chain.
+            keys[name] = name  # The key during recursion, beyond MAX_REFERENCE_DEPTH, and without a rule.
             if name in bodies and len(in_progress) < MAX_REFERENCE_DEPTH:
                 in_progress.append(name)
                 parts = _LITERAL.sub("", _CLASS.sub("", bodies[name]))

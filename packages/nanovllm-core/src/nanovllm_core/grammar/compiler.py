@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 # but does not change the length of small models' outputs.
 MAX_WHITESPACE = 1
 # Size of xgrammar's cache of compiled rules, in which grammars find rules that they share. Rules of bounded strings and
-# of undeclared properties take 7 ms each.
+# of undeclared properties take 7 ms each to compile.
 RULE_CACHE_BYTES = 48 << 20
-# Maximum number of characters of a rule in this cache. The time of a search in the cache is linear in a rule's states.
+# Maximum number of characters of a rule in a grammar that uses this cache. A search is linear in a rule's states.
 MAX_CACHED_RULE_LENGTH = 20_000
 # Maximum number of characters of xgrammar's error messages. Longer messages are cut: they may quote the whole grammar.
 _MAX_REASON_LENGTH = 500
@@ -100,7 +100,7 @@ class Matcher:
                 matcher.terminator.narrow(masks[index])
 
     def fork(self) -> "Matcher":
-        """See `GrammarMatcher.fork`."""
+        """An independent matcher in the same state."""
         terminator = None if self.terminator is None else self.terminator.fork()
         return replace(self, inner=self.inner.fork(), terminator=terminator)
 

@@ -9,15 +9,14 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-# A string is closed if it ends with at least MIN_REPETITIONS repetitions, of at least MIN_REPEATED_TOKENS tokens.
+# A string is closed after at least MIN_REPETITIONS repetitions that have at least MIN_REPEATED_TOKENS tokens in total.
 MIN_REPETITIONS = 4
 MIN_REPEATED_TOKENS = 96
 # Maximum length of a repeated pattern, in tokens.
 MAX_PERIOD_TOKENS = 64
 # Maximum number of tokens of a string, if the grammar allows the string to end.
 MAX_STRING_TOKENS = 8_192
-# If the grammar does not allow a repetitive string to end, its repetition must stop after the string has this number
-# of tokens.
+# A repetitive string that the grammar does not allow to end must stop repeating after this number of tokens.
 MAX_STUCK_TOKENS = 512
 # Maximum number of characters of an integer of 64 bits.
 MAX_INTEGER_LENGTH = 20
@@ -84,7 +83,7 @@ class JsonTokenClasses:
 class JsonTerminator:
     """Tracks the tokens of one output, and restricts masks to tokens that end an overlong string, number or nesting.
 
-    Quotation marks and brackets in text before the JSON can falsify `_is_in_string` and the depth of nesting.
+    Quotation marks and brackets in text before the JSON can make `_is_in_string` and `_depth` wrong.
     """
 
     def __init__(self, token_classes: JsonTokenClasses):

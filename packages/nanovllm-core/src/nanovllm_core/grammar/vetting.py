@@ -32,7 +32,7 @@ MAX_BYTES = 512 << 20
 _START_TIMEOUT_S = 60.0
 
 # Verdicts on a grammar. Each reply of the vetting process ends with one of these bytes.
-PASSED, REFUSED, OUT_OF_TIME, DIED = b"+", b"-", b"t", b"x"
+PASSED, REFUSED, OUT_OF_TIME, DIED, FAILED = b"+", b"-", b"t", b"x", b"!"
 _HEADER = struct.Struct("<I")
 
 
@@ -100,7 +100,10 @@ class Vetter:
             self._start()
 
     def vet(self, spec: GrammarSpec) -> EnforceableGrammar:
-        """Convert and compile a grammar in the vetting process, and wait for the reply. Raises GrammarError."""
+        """Convert and compile a grammar in the vetting process, and wait for the reply.
+
+        Raises: GrammarError. RuntimeError for an unexpected exception in the child process, with its traceback.
+        """
         # A grammar can kill only the child process that compiles it (DIED). An empty reply means that the vetting
         # process itself died, for another reason: try again.
         reply = self._request_reply(spec) or self._request_reply(spec)
@@ -119,6 +122,11 @@ class Vetter:
                 f"this grammar takes more than {self._max_bytes >> 20} MiB to compile, or is nested too deeply: "
                 "make it smaller, or its repetitions shorter"
             )
+        if verdict == FAILED:
+            summary, child_traceback = msgspec.msgpack.decode(reply[:-1], type=tuple[str, str])
+            error = RuntimeError(summary)
+            error.add_note(child_traceback)
+            raise error
         raise GrammarError("the process that compiles grammars was stopped: try again")
 
     def _request_reply(self, spec: GrammarSpec) -> bytes:

@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import time
+import traceback
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -21,11 +22,14 @@ import msgspec
 from nanovllm_core.errors import GrammarError
 from nanovllm_core.grammar.compiler import Compiler, write_rules
 from nanovllm_core.grammar.schema_enforcement import convert_grammar
-from nanovllm_core.grammar.vetting import DIED, OUT_OF_TIME, PASSED, REFUSED, VettingSetup, receive_message
+from nanovllm_core.grammar.vetting import DIED, FAILED, OUT_OF_TIME, PASSED, REFUSED, VettingSetup, receive_message
 from nanovllm_core.grammar_types import GrammarSpec
 
 # Niceness of the children, so that serving has priority.
 _NICE = 5
+# Maps exit codes of children to verdicts. Other exit codes are the verdict DIED or OUT_OF_TIME.
+_VERDICTS = {0: PASSED, 1: REFUSED, 3: FAILED}
+_DEATH = 2  # exit code of a child whose memory or stack was too small
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +105,7 @@ def _serve(
                 # The engine reads a reply until all copies of the reply's descriptor are closed.
                 for child in children.values():
                     os.close(child.reply_fd)
-                _compile_and_exit(compiler, msgspec.msgpack.decode(payload, type=GrammarSpec), setup, reply_fd)
+                _compile_and_exit(compiler, payload, setup, reply_fd)
             children[pid] = VettingChild(time.monotonic() + setup.max_wall_seconds, reply_fd)
 
 
@@ -112,20 +116,16 @@ def _send_verdicts(children: dict[int, VettingChild]) -> None:
             continue
         child = children.pop(pid)
         exit_code = os.waitstatus_to_exitcode(status)
-        if exit_code == 0:
-            verdict = PASSED
-        elif exit_code == 1:
-            verdict = REFUSED
-        else:
+        if (verdict := _VERDICTS.get(exit_code)) is None:
             verdict = OUT_OF_TIME if child.deadline <= time.monotonic() or exit_code == -signal.SIGXCPU else DIED
         with contextlib.suppress(BrokenPipeError):
             os.write(child.reply_fd, verdict)
         os.close(child.reply_fd)
 
 
-def _compile_and_exit(compiler: Compiler, spec: GrammarSpec, setup: VettingSetup, reply_fd: int) -> None:
+def _compile_and_exit(compiler: Compiler, payload: bytes, setup: VettingSetup, reply_fd: int) -> None:
     """Convert and compile in the child process, write the result or the error to `reply_fd`, and exit."""
-    exit_code = 2
+    exit_code = _DEATH
     try:
         os.nice(_NICE)
         seconds = math.ceil(setup.max_seconds)
@@ -137,15 +137,21 @@ def _compile_and_exit(compiler: Compiler, spec: GrammarSpec, setup: VettingSetup
             resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         # Warnings of the C++ code quote the grammars of clients: keep them out of the engine's log.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+        spec = msgspec.msgpack.decode(payload, type=GrammarSpec)
         enforceable = convert_grammar(spec)  # The grammar with converted JSON schemas.
         rules = write_rules(enforceable.spec)
         compiler.compile(enforceable.spec, rules=rules)
         _write_reply(reply_fd, msgspec.structs.replace(enforceable, rules=rules))
         exit_code = 0
     except GrammarError as error:
-        if "bad_alloc" not in error.message:  # If memory ran out, keep exit code 2: the verdict is DIED.
+        if "bad_alloc" not in error.message:  # If memory ran out, keep the exit code: the verdict is DIED.
             _write_reply(reply_fd, error.args)
             exit_code = 1
+    except (MemoryError, RecursionError):
+        pass  # The verdict is DIED.
+    except Exception as error:  # noqa: BLE001 (the engine raises an error that names it)
+        _write_reply(reply_fd, (f"{type(error).__name__}: {error}", traceback.format_exc()))
+        exit_code = 3
     finally:
         os._exit(exit_code)
 

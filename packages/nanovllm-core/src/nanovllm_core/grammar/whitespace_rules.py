@@ -61,7 +61,7 @@ def merge_whitespace_rules(grammar: str) -> str:
 
 
 def _first_character(body: str) -> str | None:
-    """Return the character with which every text of a rule begins; None if it is unknown or texts begin differently."""
+    """Return the character with which every text of a rule begins; None if first characters differ or are unknown."""
     elements = set(_first_elements(body))
     characters = {element[1 : 3 if element[1] == "\\" else 2] for element in elements if element[0] == '"'}
     # Bodies without alternatives in parentheses are calls, such as `Regex("a+")`.
