@@ -10,7 +10,7 @@ from nanovllm_core import AsyncEngine, EngineConfig, GrammarError, GrammarSpec, 
 PIECES = toy_model.toy_vocabulary().tokens
 A, B = PIECES.index(b"a"), PIECES.index(b"b")
 ALLOWED = (3, 20, 21, 40, 66, 96)
-OUTPUT = 30
+OUTPUT_LEN = 30
 BASE = {"device": "cpu", "num_blocks": 64, "max_num_seqs": 4, "max_num_batched_tokens": 256, "depth": 2}
 CONFIGS = {
     "plain": {},
@@ -29,7 +29,7 @@ async def engine(toy_spec, vetter, monkeypatch):
 
 
 def request(name: str, prompt: list[int], **sampling) -> Request:
-    options = {"temperature": 0.0, "max_tokens": OUTPUT, "ignore_eos": True, **sampling}
+    options = {"temperature": 0.0, "max_tokens": OUTPUT_LEN, "ignore_eos": True, **sampling}
     return Request(name, prompt, SamplingParams(**options))
 
 
@@ -38,7 +38,7 @@ async def collect(engine, request: Request) -> list[int]:
 
 
 @pytest.mark.parametrize("settings", CONFIGS.values(), ids=CONFIGS)
-async def test_outputs_are_those_of_biases_against_all_other_tokens(toy_spec, oracle, settings):
+async def test_outputs_equal_those_with_biases_against_all_other_tokens(toy_spec, oracle, settings):
     engine = await AsyncEngine.start(toy_spec(), EngineConfig(**{**BASE, **settings}))
     biases = {token: -100.0 for token in range(toy_model.VOCAB) if token not in ALLOWED}
     prompts = [[seed, *range(30 + seed)] for seed in range(6)]
@@ -59,17 +59,17 @@ async def test_outputs_are_those_of_biases_against_all_other_tokens(toy_spec, or
         assert allowed == biased
         assert {token for tokens in allowed for token in tokens} <= {*ALLOWED}
         # Requests without the option keep their outputs, also in rows that restricted requests had before.
-        assert await free == [oracle(prompt, OUTPUT) for prompt in prompts]
+        assert await free == [oracle(prompt, OUTPUT_LEN) for prompt in prompts]
         assert (engine.stats.num_preemptions > 0) == (settings.get("num_blocks") == 9)
     finally:
         await engine.stop()
 
 
-async def test_output_ends_only_if_its_end_is_allowed(engine):
+async def test_output_ends_only_if_its_end_token_is_allowed(engine):
     ending = await collect(engine, request("a", [1, 2], allowed_token_ids=(toy_model.EOS,), ignore_eos=False))
     assert ending == [toy_model.EOS]
     endless = await collect(engine, request("b", [1, 2], allowed_token_ids=(A, B), ignore_eos=False))
-    assert len(endless) == OUTPUT
+    assert len(endless) == OUTPUT_LEN
 
 
 async def test_allowed_tokens_override_biases_and_bans(engine):
@@ -78,7 +78,7 @@ async def test_allowed_tokens_override_biases_and_bans(engine):
     assert tokens == [A]
 
 
-async def test_allowed_tokens_narrow_a_grammar_but_not_its_end(engine):
+async def test_allowed_tokens_narrow_a_grammar_but_keep_its_end_token(engine):
     grammar = GrammarSpec("regex", "[ab]{5}")
     assert await collect(engine, request("a", [1, 2], grammar=grammar, allowed_token_ids=(A,))) == [
         *[A] * 5,
@@ -91,11 +91,12 @@ async def test_grammar_without_any_allowed_token_is_an_error_that_names_the_fiel
     narrow = request("a", [1, 2], grammar=GrammarSpec("regex", "aab"), allowed_token_ids=(A,))
     with pytest.raises(GrammarError, match="allowed_token_ids has no token that the grammar allows"):
         await collect(engine, narrow)
-    assert await other == oracle([1, 2, 3], OUTPUT)
+    assert await other == oracle([1, 2, 3], OUTPUT_LEN)
 
 
-async def test_reasoning_budget_is_dropped_if_its_end_is_not_allowed(engine):
+async def test_reasoning_budget_is_dropped_if_its_end_tokens_are_not_allowed(engine):
     budget = ReasoningBudget(3, (B,))
     closed = await collect(engine, request("a", [1, 2], allowed_token_ids=(A, B), reasoning_budget=budget))
     assert closed[3] == B or B in closed[:3]
-    assert await collect(engine, request("b", [1, 2], allowed_token_ids=(A,), reasoning_budget=budget)) == [A] * OUTPUT
+    dropped = await collect(engine, request("b", [1, 2], allowed_token_ids=(A,), reasoning_budget=budget))
+    assert dropped == [A] * OUTPUT_LEN

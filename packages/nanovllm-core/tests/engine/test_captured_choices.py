@@ -1,6 +1,6 @@
-"""Requests of every kind in one batch, replayed from graphs and launched: the same tokens and log-probabilities.
+"""One batch of all kinds of requests gives the same tokens and log-probabilities with graphs and without.
 
-On a CPU stand-ins for the graphs call what would have been captured, so that the engine takes the same way.
+On a CPU, stand-ins for the graphs call the functions that a GPU would capture. So the engine runs the same code.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from nanovllm_core.execution.token_choice import CAPTURED_OPS
 from nanovllm_core.outputs import TokenLogprobs
 from nanovllm_core.sampling_params import ReasoningBudget
 
-OUTPUT = 24
+OUTPUT_LEN = 24
 NUM_ROWS = 5
 MAX_DRAFTS = 4
 SPECULATE = [None, "ngram", "draft"]
@@ -41,8 +41,8 @@ SPECIAL = [
 Answer = tuple[list[int], list[TokenLogprobs]]
 
 
-class Replayed:
-    """In place of a CUDA graph: calls a function again, into the same tensors."""
+class StandInGraph:
+    """Replaces a CUDA graph: `replay` calls a function again, and copies its results to the same tensors."""
 
     def __init__(self, targets: tuple[torch.Tensor, ...], compute: Callable[[], tuple[torch.Tensor, ...]]):
         self._targets = targets
@@ -53,10 +53,11 @@ class Replayed:
             target.copy_(source)
 
 
-class StandIns(StepGraphs):
+class StandInStepGraphs(StepGraphs):
     """Has a captured step for every decode.
 
-    num_replays: by the `SamplingOps` of the replayed sampling graph. num_draft_replays: of steps with drafts.
+    num_replays: number of replays of each sampling graph, by its `SamplingOps`.
+    num_draft_replays: number of replayed steps with drafts.
     """
 
     num_replays: dict[int, int] = {}
@@ -69,10 +70,10 @@ class StandIns(StepGraphs):
         if (batch.query_len != 1 and not batch.has_drafts) or not allows_graph:
             return super().dispatch(batch, allows_graph=allows_graph)
         if batch.has_drafts:
-            # Some requests are padding, but no tokens: sampling on a CPU refuses the NaN in logits of padding.
+            # Pad the requests, but not the tokens: sampling on a CPU refuses the NaN in logits of padding.
             shape = GraphShape(NUM_ROWS, batch.num_tokens, 1 + MAX_DRAFTS, "full_decode_only", has_drafts=True)
             num_decodes = 0
-            StandIns.num_draft_replays += 1
+            StandInStepGraphs.num_draft_replays += 1
         else:
             shape = GraphShape(batch.num_reqs, batch.num_reqs, 1, "full_decode_only")
             num_decodes = batch.num_reqs
@@ -84,7 +85,7 @@ class StandIns(StepGraphs):
         logits = torch.empty(num_samples, VOCAB)
         found = ForwardOutput(logits, ints(num_samples), ints(num_samples), ints(num_reqs), ints(num_reqs, 16))
         run_forward, choose_tokens, propose, proposer = self._functions
-        # The whole result of the last forward pass, for the proposer of drafts.
+        # The whole result of the last forward pass, which the proposer of drafts reads.
         outputs: list[ForwardOutput] = []
 
         def run():
@@ -95,27 +96,27 @@ class StandIns(StepGraphs):
             self.num_replays[ops] = self.num_replays.get(ops, 0) + 1
             return [tensor for tensor in choose_tokens(ops, found, batch.has_drafts) if tensor is not None]
 
-        step = CapturedStep([Replayed(found[:5], run)], [], found)
+        step = CapturedStep([StandInGraph(found[:5], run)], [], found)
         for ops in CAPTURED_OPS:
             tokens, num_new = ints(num_samples), ints(num_reqs) if batch.has_drafts else None
             targets = (tokens,) if num_new is None else (tokens, num_new)
-            step.choice_graphs.sampling[ops] = Replayed(targets, partial(choose, ops)), (tokens, num_new)
+            step.choice_graphs.sampling[ops] = StandInGraph(targets, partial(choose, ops)), (tokens, num_new)
         for ops in () if proposer is None else proposer.captured_ops(may_propose=True):
             drafts = ints(num_reqs, 1 + MAX_DRAFTS)
-            replayed = Replayed((drafts,), lambda ops=ops: (propose(ops, outputs[0]),))
+            replayed = StandInGraph((drafts,), lambda ops=ops: (propose(ops, outputs[0]),))
             step.choice_graphs.proposing[ops] = replayed, drafts
         return step
 
 
 def requests() -> list[Request]:
-    """More than there are rows, so that plain ones get rows that others have had and the other way round."""
+    """More requests than rows, so that plain requests get rows that special requests have had, and vice versa."""
     kinds = [*PLAIN, *SPECIAL, *PLAIN, *reversed(SPECIAL), *PLAIN, *SPECIAL]
     return [
         Request(
             f"r{index}",
             # Repetitions, so that drafts are proposed.
             [7 + index, *range(3, 3 + index % 5), *[8, 9, 10, 11] * (index % 3)],
-            SamplingParams(seed=index, max_tokens=6 + (7 * index) % OUTPUT, ignore_eos=True, **kind),
+            SamplingParams(seed=index, max_tokens=6 + (7 * index) % OUTPUT_LEN, ignore_eos=True, **kind),
         )
         for index, kind in enumerate(kinds)
     ]
@@ -158,18 +159,18 @@ def check_equal(found: list[Answer], expected: list[Answer]) -> None:
 
 
 @pytest.mark.parametrize("speculate", SPECULATE)
-async def test_stand_ins_for_graphs_choose_what_launched_steps_choose(speculate, always_drafts, monkeypatch):
+async def test_stand_ins_for_graphs_choose_what_steps_without_graphs_choose(speculate, always_drafts, monkeypatch):
     expected = await answers("cpu", "none")
-    monkeypatch.setattr(runner_module, "StepGraphs", StandIns)
-    monkeypatch.setattr(StandIns, "num_replays", {})
-    monkeypatch.setattr(StandIns, "num_draft_replays", 0)
+    monkeypatch.setattr(runner_module, "StepGraphs", StandInStepGraphs)
+    monkeypatch.setattr(StandInStepGraphs, "num_replays", {})
+    monkeypatch.setattr(StandInStepGraphs, "num_draft_replays", 0)
     check_equal(await answers("cpu", "none", speculate), expected)
-    assert StandIns.num_replays[CAPTURED_OPS[-1]] > 20
-    assert (StandIns.num_draft_replays > 10) == (speculate is not None)
+    assert StandInStepGraphs.num_replays[CAPTURED_OPS[-1]] > 20
+    assert (StandInStepGraphs.num_draft_replays > 10) == (speculate is not None)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("speculate", SPECULATE)
 @pytest.mark.parametrize("graph_mode", ["full_decode_only", "piecewise", "full"])
-async def test_graphs_choose_what_launched_steps_choose(graph_mode, speculate):
+async def test_graphs_choose_what_steps_without_graphs_choose(graph_mode, speculate):
     check_equal(await answers("cuda", graph_mode, speculate), await answers("cuda", "none"))

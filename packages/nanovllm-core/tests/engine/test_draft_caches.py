@@ -1,4 +1,4 @@
-"""A draft model and a head have the right cache entry for every token, whatever steps computed the token.
+"""A draft model and an MTP head have the right cache entry for every token, whatever steps computed the token.
 
 The models sum up their cache entries. So one wrong entry makes all later drafts of a request wrong.
 """
@@ -28,7 +28,7 @@ METHODS = {
 }
 # Shares of the steps that propose drafts.
 SHARES = (1, 0.6)
-# Every method with every setting. Each method and each setting has both shares.
+# Every method with every setting. Each method and each setting occurs with both shares.
 CASES = [
     (method, setting, SHARES[(method_index + setting_index) % 2])
     for method_index, method in enumerate(METHODS)
@@ -47,7 +47,7 @@ def make_prompts() -> list[list[int]]:
 
 
 def propose_at_random(share: float) -> Callable[..., object]:
-    """Stands in for `DraftPlanner.plan_proposals`: a share of the steps propose nothing, so that the cache lags."""
+    """Replaces `DraftPlanner.plan_proposals`: only `share` of the steps propose drafts, so that the cache lags."""
     rng, plan_proposals = random.Random(2), DraftPlanner.plan_proposals
 
     def plan_at_random(*args, has_prompts: bool) -> object:
@@ -60,7 +60,7 @@ def propose_at_random(share: float) -> Callable[..., object]:
 @pytest.mark.parametrize(("method", "setting", "share"), CASES)
 async def test_drafts_are_right_if_no_cache_entry_is_wrong(method, setting, share, always_drafts, monkeypatch):
     monkeypatch.setattr(DraftPlanner, "plan_proposals", propose_at_random(share))
-    # The last entry of a head in a cached block may belong to another next token.
+    # An entry of an MTP head depends on the next token, so the last entry of a cached block may be wrong.
     settings = {"speculate": method.split()[0], "num_speculative_tokens": NUM_DRAFTS, "prefix_caching": method != "mtp"}
     config = EngineConfig(**CONFIG | settings | SETTINGS[setting])
     engine = await AsyncEngine.start(METHODS[method], config)
@@ -83,7 +83,7 @@ async def test_drafts_are_right_if_no_cache_entry_is_wrong(method, setting, shar
         assert stats.prefix_cache_hits > 100
     verified, accepted = sum(stats.num_verified_drafts), sum(stats.num_accepted_drafts)
     assert verified > share * NUM_REQUESTS * OUTPUT_LEN / 4
-    # With wrong entries, nearly all drafts would be wrong. A preempted request may find drafts of its time before the
-    # preemption in its row. If it accepts one for which its new blocks have no space yet, the entry is missing.
+    # With wrong entries, nearly all drafts would be wrong. The row of a preempted request may have drafts from before
+    # the preemption. If the request accepts a draft that has no space in the new blocks yet, the entry is missing.
     is_always_right = method != "draft with errors" and setting != "preempted"
     assert accepted == verified if is_always_right else accepted > verified // 2

@@ -162,7 +162,7 @@ async def test_penalties_and_biases_reach_the_sampler(engine, oracle):
 
 
 async def test_options_of_a_rows_last_request_are_cleared(engine, oracle):
-    """One request of the batch has such options, so the step reads the tables of all rows."""
+    """In the second batch, one request has options, so the step reads the tables of all rows."""
     prompt = make_prompts(1)[0]
     options = {"logit_bias": {42: 100.0}, "forbidden_sequences": (tuple(oracle(prompt, 1)),)}
     await asyncio.gather(*(collect(engine, greedy(f"a{index}", prompt, 3, **options)) for index in range(8)))

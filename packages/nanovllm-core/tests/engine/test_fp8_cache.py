@@ -1,4 +1,4 @@
-"""The engine with an FP8 cache, against an oracle that quantises every key and value as it makes them."""
+"""The engine with an FP8 cache, against an oracle that quantises every key and value."""
 
 import asyncio
 import random
@@ -18,7 +18,7 @@ CONFIGS = {
     "preempted": {"num_blocks": 17, "max_model_len": 200},
     "no prefix cache": {"prefix_caching": False},
 }
-OUTPUT = 40
+OUTPUT_LEN = 40
 
 
 def prompts() -> list[list[int]]:
@@ -32,14 +32,14 @@ def prompts() -> list[list[int]]:
 @pytest.fixture(scope="module")
 def expected() -> list[list[int]]:
     oracle = toy_model.make_oracle(fp8_cache=True)
-    return [oracle(prompt, OUTPUT) for prompt in prompts()]
+    return [oracle(prompt, OUTPUT_LEN) for prompt in prompts()]
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("name", CONFIGS)
-async def test_the_tokens_of_quantised_keys_and_values(name, device, toy_spec, expected):
+async def test_tokens_equal_those_of_an_oracle_with_quantised_keys_and_values(name, device, toy_spec, expected):
     engine = await AsyncEngine.start(toy_spec(), EngineConfig(**{**BASE, **CONFIGS[name], "device": device}))
-    sampling = SamplingParams(temperature=0, max_tokens=OUTPUT, ignore_eos=True)
+    sampling = SamplingParams(temperature=0, max_tokens=OUTPUT_LEN, ignore_eos=True)
 
     async def collect(index: int, prompt: list[int]) -> list[int]:
         outputs = engine.generate(Request(f"r{index}", prompt, sampling))
@@ -52,13 +52,13 @@ async def test_the_tokens_of_quantised_keys_and_values(name, device, toy_spec, e
     finally:
         await engine.stop()
     same = [answer == wanted for answer, wanted in zip(found, expected, strict=True)]
-    # On a GPU the last bit of a sum may turn the rounding of a number, and that a close choice.
+    # On a GPU, a sum may differ in its last bit. This can change a rounding, and so a close choice of a token.
     assert all(same) if device == "cpu" else sum(same) >= 12
 
 
 def test_fp8_cache_changes_tokens(oracle, expected):
-    """Else the test above would prove nothing of the quantisation."""
-    assert [oracle(prompt, OUTPUT) for prompt in prompts()] != expected
+    """Otherwise the test above would not notice a missing quantisation."""
+    assert [oracle(prompt, OUTPUT_LEN) for prompt in prompts()] != expected
 
 
 @pytest.mark.parametrize(("kind", "itemsize"), [("auto", 4), ("fp8", 1)])

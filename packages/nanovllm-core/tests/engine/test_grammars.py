@@ -1,4 +1,4 @@
-"""Requests with grammars beside requests without one, over all settings of the engine."""
+"""Requests with and without grammars in the same batches, for all settings of the engine."""
 
 import asyncio
 import random
@@ -48,7 +48,7 @@ SETTINGS = [
     {"temperature": 0.0, "logit_bias": {toy_model.EOS: -100.0, 3: 50.0}, "logprobs": 2},
     {"temperature": 1.0, "allowed_token_ids": tuple({*range(toy_model.VOCAB)} - {toy_model.EOS})},
 ]
-OUTPUT = 60
+OUTPUT_LEN = 60
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ async def engine(toy_spec, vetter, monkeypatch):
 
 
 def request(name: str, prompt: list[int], grammar: GrammarSpec | None, **sampling) -> Request:
-    return Request(name, prompt, SamplingParams(**{"max_tokens": OUTPUT, "grammar": grammar, **sampling}))
+    return Request(name, prompt, SamplingParams(**{"max_tokens": OUTPUT_LEN, "grammar": grammar, **sampling}))
 
 
 async def collect(engine, request: Request, max_tokens: int = 1000) -> list[RequestOutput]:
@@ -116,7 +116,7 @@ async def serve(toy_spec, compiler, oracle, device: str, settings: dict) -> tupl
         await asyncio.sleep(rng.random() * 0.1)
         prompt = [rng.randrange(90) for _ in range(rng.randrange(1, 60))]
         outputs = await collect(engine, request(f"f{index}", prompt, None, temperature=0, ignore_eos=True))
-        assert tokens_of(outputs) == oracle(prompt, OUTPUT)
+        assert tokens_of(outputs) == oracle(prompt, OUTPUT_LEN)
 
     try:
         work = [run_constrained(index, spec) for index, spec in enumerate([*CHECKS] * 6)]
@@ -159,12 +159,12 @@ async def test_a_seed_gives_the_same_answer_in_any_batch(engine):
 
 
 async def test_logprobs_are_of_the_models_own_distribution(engine):
-    free, held = [
+    free, constrained = [
         (await collect(engine, request(name, [1, 2], grammar, temperature=0, logprobs=3, max_tokens=1)))[0]
         for name, grammar in (("a", None), ("b", REGEX))
     ]
-    assert held.logprobs[0].top == free.logprobs[0].top
-    assert held.logprobs[0].logprob < free.logprobs[0].logprob
+    assert constrained.logprobs[0].top == free.logprobs[0].top
+    assert constrained.logprobs[0].logprob < free.logprobs[0].logprob
 
 
 async def test_the_end_token_is_sampled_if_the_grammar_allows_no_other(engine):
@@ -241,7 +241,7 @@ async def test_hostile_grammars_fail_in_time_and_delay_no_other_request(monkeypa
         prompt, rounds = [3, 4], 0
         while not slow[0].done():
             outputs = await collect(engine, request(f"f{rounds}", prompt, None, temperature=0, ignore_eos=True))
-            assert tokens_of(outputs) == oracle(prompt, OUTPUT)
+            assert tokens_of(outputs) == oracle(prompt, OUTPUT_LEN)
             rounds += 1
         assert rounds > 3
         for task in slow:
@@ -269,14 +269,14 @@ async def test_a_request_waits_for_its_grammar_and_can_be_aborted_meanwhile(engi
 
 async def test_failing_grammar_fails_only_its_request(engine, monkeypatch, oracle):
     free = asyncio.create_task(collect(engine, request("f", [5, 6], None, temperature=0, ignore_eos=True)))
-    # The vocabulary has no token for this letter.
+    # The vocabulary has no token for the euro sign.
     with pytest.raises(GrammarError, match="allows no token of the vocabulary"):
         await collect(engine, request("a", [1], GrammarSpec("regex", "ab€")))
     monkeypatch.setattr(row_constraint, "_MAX_MATCH_S", 0.0)
     monkeypatch.setattr(row_constraint, "_MAX_MATCH_S_PER_TOKEN", 0.0)
     with pytest.raises(GrammarError, match="takes too long to follow"):
         await collect(engine, request("b", [1], EBNF))
-    assert tokens_of(await free) == oracle([5, 6], OUTPUT)
+    assert tokens_of(await free) == oracle([5, 6], OUTPUT_LEN)
     assert engine.death_reason is None
 
 
@@ -306,7 +306,7 @@ async def test_an_engine_process_compiles_and_follows_grammars(toy_spec, compile
         with pytest.raises(GrammarError, match="parenthesis"):
             await collect(engine, request("bad", [1], bad))
         free = request("f", [5, 6], None, temperature=0, ignore_eos=True)
-        alone = oracle([5, 6], OUTPUT)
+        alone = oracle([5, 6], OUTPUT_LEN)
         end = next(token for token in range(toy_model.VOCAB) if token not in alone)
         cut = request(
             "c",

@@ -19,11 +19,11 @@ from nanovllm_core.scheduling.draft_times import DraftLimits, DraftTimes
 from nanovllm_core.scheduling.drafting import DraftPlanner
 
 PROMPT = [5, 6, 7]
-OUTPUTS = 6
+NUM_OUTPUTS = 6
 
 
 def request() -> Request:
-    return Request("r", list(PROMPT), SamplingParams(temperature=0, max_tokens=OUTPUTS, ignore_eos=True))
+    return Request("r", list(PROMPT), SamplingParams(temperature=0, max_tokens=NUM_OUTPUTS, ignore_eos=True))
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def events(monkeypatch) -> list[str]:
     [
         # On a CPU, `launch` computes the step: posting after it would delay outputs by a whole step.
         (False, None, "launch post launch post launch post launch post launch post launch post"),
-        # The length limit is known before the last token is, so no further step is launched.
+        # The loop knows the length limit before the last token, so it launches no further step.
         (True, 2, "launch launch launch post launch post launch post launch post post post"),
         (True, 1, "launch launch post launch post launch post launch post launch post post"),
     ],
@@ -66,9 +66,9 @@ async def test_next_step_is_launched_before_outputs_are_posted(
     events.clear()
     tokens = [token async for output in engine.generate(request()) for token in output.new_token_ids]
     await engine.stop()
-    assert tokens == oracle(PROMPT, OUTPUTS)
-    # If the loop is not stopped before, it then posts that it is idle.
-    assert " ".join(events[: 2 * OUTPUTS]) == order
+    assert tokens == oracle(PROMPT, NUM_OUTPUTS)
+    # After these events, the loop may also post that it is idle.
+    assert " ".join(events[: 2 * NUM_OUTPUTS]) == order
 
 
 async def test_request_that_arrives_during_a_launch_is_in_the_next_step(toy_spec, monkeypatch):
@@ -109,7 +109,7 @@ async def test_the_engine_thread_ends_when_emitting_fails(toy_spec):
 
 
 class SlowEvent:
-    """An event of a device whose steps take 50 ms each, one after another."""
+    """An event of a device that works in order. seconds: duration of the work between the last event and this one."""
 
     device_idle_at = 0.0
 
@@ -198,7 +198,7 @@ async def test_a_request_that_arrives_during_a_long_step_is_in_the_next_step(slo
             await asyncio.sleep(0.001)
     slow_loop.stop()
     await running
-    # If the step were planned at once, its launch would come 50 ms before the end of the step before.
+    # If the loop planned this step too early, it would launch the step 50 ms before the preceding step ends.
     (index,) = with_short
     assert runner._host_copies.end_events[index - 1].finish_time - launched[index][0] < 0.03
 

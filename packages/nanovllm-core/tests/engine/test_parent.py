@@ -20,7 +20,7 @@ def is_alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
-        # Elsewhere than on Linux, or gone by now.
+        # There is no /proc (not Linux), or the process has just ended.
         return not Path("/proc").exists()
 
 
@@ -44,19 +44,19 @@ def test_the_engine_ends_at_once_when_its_parent_is_killed(phase, tmp_path):
         parent.kill()
     killed = time.monotonic()
     while is_alive(pid):
-        # The recipe sleeps for minutes.
+        # In the phase "loading", the engine sleeps for 10 minutes.
         assert time.monotonic() - killed < 60
         time.sleep(0.02)
     assert not list(files.glob("nanovllm-*"))
 
 
 def test_only_the_sockets_own_directory_is_removed(tmp_path):
-    mine, shared = tmp_path / "mine", tmp_path / "shared"
-    for directory in (mine, shared):
+    own, shared = tmp_path / "own", tmp_path / "shared"
+    for directory in (own, shared):
         directory.mkdir()
         (directory / "engine").touch()
     (shared / "other").touch()
-    for directory in (mine, shared, mine):
+    for directory in (own, shared, own):
         _remove_socket(f"ipc://{directory}/engine")
-    assert not mine.exists()
+    assert not own.exists()
     assert [path.name for path in shared.iterdir()] == ["other"]

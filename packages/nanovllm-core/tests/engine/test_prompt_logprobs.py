@@ -10,7 +10,7 @@ import toy_model
 from nanovllm_core import AsyncEngine, EngineConfig, PromptLogprobs, Request, SamplingParams
 
 BASE = {"num_blocks": 128, "max_num_seqs": 8, "max_num_batched_tokens": 256, "depth": 2}
-OUTPUT = 40
+OUTPUT_LEN = 40
 CONFIGS = {
     "plain": {},
     "depth 1, no prefix cache": {"depth": 1, "prefix_caching": False},
@@ -34,7 +34,7 @@ def make_requests(seed: int) -> list[Request]:
         # Penalties change the sampled tokens, but not the log-probabilities of the prompt.
         penalty = rng.choice([0.0, 0.0, 2.0])
         sampling = SamplingParams(
-            temperature=0, max_tokens=OUTPUT, ignore_eos=True, prompt_logprobs=num_top, presence_penalty=penalty
+            temperature=0, max_tokens=OUTPUT_LEN, ignore_eos=True, prompt_logprobs=num_top, presence_penalty=penalty
         )
         requests.append(Request(f"r{index}", prompt, sampling))
     return requests
@@ -84,7 +84,7 @@ async def test_prompt_logprobs_equal_the_oracle_for_all_settings(name, device, t
         await engine.stop()
     for request, (tokens, logprobs, num_cached) in zip(requests, answers, strict=True):
         if not request.sampling.presence_penalty:
-            assert tokens == oracle(request.prompt_ids.tolist(), OUTPUT)
+            assert tokens == oracle(request.prompt_ids.tolist(), OUTPUT_LEN)
         num_top = request.sampling.prompt_logprobs
         if num_top is None:
             assert logprobs is None
@@ -112,8 +112,7 @@ async def test_a_prompt_with_logprobs_reads_no_cached_blocks_but_registers_its_o
 
 
 @pytest.mark.gpu
-async def test_only_steps_with_prompt_logprobs_are_launched(toy_spec, oracle):
-    """All other steps are replayed from graphs."""
+async def test_only_steps_with_prompt_logprobs_run_without_graphs(toy_spec, oracle):
     settings = {**BASE, "device": "cuda", "graph_mode": "full", "forbid_sync": True}
     engine = await AsyncEngine.start(toy_spec(), EngineConfig(**settings))
     plain = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
@@ -124,11 +123,11 @@ async def test_only_steps_with_prompt_logprobs_are_launched(toy_spec, oracle):
         plain_task = asyncio.create_task(serve(engine, Request("a", [1, 2, 3], plain)))
         while not engine.stats.generation_tokens:
             await asyncio.sleep(0)
-        num_launched = num_steps["none", "mixed"]
+        num_without_graphs = num_steps["none", "mixed"]
         tokens, _, _ = await serve(engine, Request("b", [4, 5, 6], with_logprobs))
         assert (await plain_task)[0] == oracle([1, 2, 3], 100)
     finally:
         await engine.stop()
     assert tokens == oracle([4, 5, 6], 5)
-    assert num_steps["none", "mixed"] == num_launched + 1
+    assert num_steps["none", "mixed"] == num_without_graphs + 1
     assert num_steps["none", "decode"] == 0

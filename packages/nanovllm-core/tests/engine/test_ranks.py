@@ -28,7 +28,7 @@ pytestmark = pytest.mark.background
 
 CONFIG = EngineConfig(device="cpu", num_blocks=64, max_num_seqs=4, tensor_parallel_size=2)
 LIMITS = {"max_model_len": 128, "max_num_batched_tokens": 48}
-# An engine that does not notice an ended rank would wait for minutes. On an idle machine it ends in less than a second.
+# On an idle machine, a correct engine ends within a second. An engine that misses an ended rank waits for minutes.
 MAX_END_S = 60
 
 
@@ -40,7 +40,7 @@ def expected(vetter) -> dict[str, list[RequestOutput]]:
         return asyncio.run(answer_all(replace(CONFIG, tensor_parallel_size=1, depth=1, **LIMITS), PROMPTS))
 
 
-# The blocks do not suffice for all requests, so that requests are preempted.
+# There are too few blocks for all requests, so the scheduler preempts some.
 @pytest.mark.parametrize(("num_blocks", "dp_attention", "depth"), [(18, False, 1), (9, True, 2)])
 def test_two_ranks_answer_like_one_rank_with_every_sampling_option(
     num_blocks, dp_attention, depth, expected, vetter, monkeypatch
@@ -150,7 +150,7 @@ def test_a_killed_process_ends_the_engine_and_all_of_its_processes(victim):
         await engine.stop()
         deadline_s = time.monotonic() + MAX_END_S
         while any(map(is_running, [engine_pid, *rank_pids])):
-            assert time.monotonic() < deadline_s, "a process of the engine is left"
+            assert time.monotonic() < deadline_s, "a process of the engine is still running"
             await asyncio.sleep(0.05)
 
     asyncio.run(run())

@@ -9,7 +9,7 @@ from toy_recurrent import Oracle, recurrent_spec
 
 from nanovllm_core import AsyncEngine, ConfigError, EngineConfig, Request, SamplingParams
 
-NUM_PROMPTS, OUTPUT = 10, 20
+NUM_PROMPTS, OUTPUT_LEN = 10, 20
 SETTINGS = {
     "all at once": {"num_blocks": 400},
     "depth 1, no prefix cache": {"num_blocks": 400, "depth": 1, "prefix_caching": False},
@@ -28,10 +28,10 @@ def expected() -> list[tuple[list[int], list[int]]]:
         for _ in range(NUM_PROMPTS)
     ]
     oracle = Oracle()
-    return [(prompt, oracle(prompt, OUTPUT)) for prompt in prompts]
+    return [(prompt, oracle(prompt, OUTPUT_LEN)) for prompt in prompts]
 
 
-async def generate(engine: AsyncEngine, name: str, prompt: list[int], num_tokens: int = OUTPUT) -> list[int]:
+async def generate(engine: AsyncEngine, name: str, prompt: list[int], num_tokens: int = OUTPUT_LEN) -> list[int]:
     request = Request(name, prompt, SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True))
     return [token async for output in engine.generate(request) for token in output.new_token_ids]
 

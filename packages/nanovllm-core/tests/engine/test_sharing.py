@@ -125,7 +125,7 @@ class CountingListener:
         self.failure = reason
 
 
-def test_unread_outputs_are_taken_as_one():
+def test_unread_outputs_are_merged_into_one():
     buffers, listener = OutputBuffers(), CountingListener()
     buffer = OutputBuffer(Request("a", [1, 2, 3], SamplingParams(logprobs=0)), listener)
     buffers.open(9, buffer)
@@ -142,7 +142,7 @@ def test_unread_outputs_are_taken_as_one():
     buffers.dispatch(StepOutputs([9], [6]))
     assert buffer.take() == RequestOutput("a", (5,), 3, 2, 4, (logprobs[3],), "stop", 5, None, 1.5, 2, 1)
     assert buffer.take() is None
-    assert not buffers.close(9), "the last output had come"
+    assert not buffers.close(9), "the request had already finished"
     buffers.fail_all("gone")
     assert listener.failure is None
 
@@ -184,6 +184,11 @@ def test_outputs_of_a_step_are_split_by_client():
     assert split_by_client(StepOutputs([first_key], [7], prompt_logprobs=[(other_key, prompt_logprobs)])) == {
         0: StepOutputs([first_key], [7]),
         2: StepOutputs(prompt_logprobs=[(other_key, prompt_logprobs)]),
+    }
+    # A request may also end in a step without a token of the request.
+    assert split_by_client(StepOutputs([first_key], [7], finishes=[(other_key, "length", None)])) == {
+        0: StepOutputs([first_key], [7]),
+        2: StepOutputs(finishes=[(other_key, "length", None)]),
     }
     # The lists of one split are not reused by the next.
     assert split_by_client(StepOutputs([first_key, other_key], [1, 2]))[0].tokens == [1]

@@ -14,7 +14,7 @@ from nanovllm_core import AsyncEngine, ConfigError, EngineConfig, ModelSpec, Req
 pytestmark = pytest.mark.background
 
 CONFIG = EngineConfig(device="cpu", num_blocks=64, max_num_seqs=4, max_model_len=128, max_num_batched_tokens=48)
-# Half of the prompts repeat, so that drafts are proposed from the first token on.
+# Half of the prompts contain repetitions, so that drafts are proposed from the first token on.
 PROMPTS = [*sampled_answers.PROMPTS[:2], [11, 12, 13] * 6, [*range(20, 32), *range(20, 30)]]
 
 
@@ -37,18 +37,18 @@ def test_ngram_drafts_change_no_answer(num_blocks, depth, num_drafts, expected, 
     assert sum(final.num_rejected_drafts for final in finals) > 20
 
 
+WITH_DRAFT_MODEL, WITH_MTP_HEAD = replace(toy_spec(), draft=toy_spec("small")), toy_spec("headed")
 # (model, settings)
-WITH_DRAFT, HEADED = replace(toy_spec(), draft=toy_spec("small")), toy_spec("headed")
 MODEL_CASES = {
     "same model": (replace(toy_spec(), draft=toy_spec()), {"num_speculative_tokens": 4}),
-    "draft model, preempted": (WITH_DRAFT, {"num_blocks": 18, "num_speculative_tokens": 3}),
+    "draft model, preempted": (WITH_DRAFT_MODEL, {"num_blocks": 18, "num_speculative_tokens": 3}),
     "draft model, no prefix cache": (
-        WITH_DRAFT,
+        WITH_DRAFT_MODEL,
         {"depth": 1, "num_speculative_tokens": 15, "prefix_caching": False},
     ),
-    "head": (HEADED, {"num_speculative_tokens": 4}),
-    "head, preempted": (HEADED, {"num_blocks": 18, "num_speculative_tokens": 2}),
-    "head, two ranks": (HEADED, {"depth": 1, "num_speculative_tokens": 4, "tensor_parallel_size": 2}),
+    "head": (WITH_MTP_HEAD, {"num_speculative_tokens": 4}),
+    "head, preempted": (WITH_MTP_HEAD, {"num_blocks": 18, "num_speculative_tokens": 2}),
+    "head, two ranks": (WITH_MTP_HEAD, {"depth": 1, "num_speculative_tokens": 4, "tensor_parallel_size": 2}),
 }
 
 
@@ -89,12 +89,11 @@ async def count_drafts(config: EngineConfig, spec: ModelSpec) -> tuple[tuple[int
     "settings", [{}, {"kv_cache_dtype": "fp8"}, {"tensor_parallel_size": 2}, {"num_speculative_tokens": 15}]
 )
 async def test_a_model_accepts_its_own_drafts(settings, always_drafts):
-    # A step has tokens for 15 drafts of each of 4 requests.
+    # A step has space for 4 requests with 15 drafts each.
     limits = {"max_num_batched_tokens": 64, "num_speculative_tokens": 4}
     config = replace(CONFIG, speculate="draft", **limits | settings)
     verified, accepted = await count_drafts(config, replace(toy_spec(), draft=toy_spec()))
     assert min(verified) > 5
-    # Of k drafts and one token per step, a step gives at least 98 %.
     assert sum(accepted) / sum(verified) > 0.99
 
 

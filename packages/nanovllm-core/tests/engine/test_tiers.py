@@ -37,7 +37,7 @@ Answer = Callable[[list[int], int], list[int]]
 
 @pytest.fixture(autouse=True)
 def always_load(monkeypatch):
-    """Load prefixes even if to compute them is faster, as it is with a toy model."""
+    """Load prefixes even if computing them is faster, as it is with a toy model."""
     monkeypatch.setattr(CopyTimeModel, "predict", lambda *_: 0.0)
 
 
@@ -61,14 +61,14 @@ async def converse(engine: AsyncEngine, answer: Answer, num_turns: int = NUM_TUR
 async def wait_for_copies(engine: AsyncEngine) -> None:
     """Wait until the host memory has all cached blocks. On a CPU, each step stores them."""
     scheduler, deadline = engine._loop._scheduler, time.monotonic() + 60
-    # The stats follow the copies, which hold blocks.
+    # Copies hold blocks, and the stats count these blocks as free only after the copies.
     while scheduler.has_copies or scheduler.tier._store_queue or engine.stats.num_free_blocks < engine.stats.num_blocks:
         assert time.monotonic() < deadline
         await asyncio.sleep(0.001)
 
 
 async def check(spec: ModelSpec, config: EngineConfig, answer: Answer) -> None:
-    """Hold conversations, in which most cached tokens come from host memory."""
+    """Hold conversations, and check that most cached tokens come from host memory."""
     engine = await AsyncEngine.start(spec, config)
     try:
         await converse(engine, answer)
@@ -114,7 +114,7 @@ async def test_blocks_are_stored_when_the_host_memory_is_pinned_while_no_request
         await engine.stop()
 
 
-async def cached_tokens(engine: AsyncEngine, name: str, prompt: list[int]) -> int:
+async def count_cached_tokens(engine: AsyncEngine, name: str, prompt: list[int]) -> int:
     request = Request(name, prompt, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
     return [output.num_cached_tokens async for output in engine.generate(request)][-1]
 
@@ -126,10 +126,10 @@ async def test_simultaneous_loads_do_not_evict_each_other(spec, settings):
     prompts = [[index + 6] * 140 for index in range(6)]
     try:
         for index, prompt in enumerate(prompts):
-            await cached_tokens(engine, f"new {index}", prompt)
+            await count_cached_tokens(engine, f"new {index}", prompt)
             await wait_for_copies(engine)
         returned = await asyncio.gather(
-            *(cached_tokens(engine, f"returned {index}", prompt) for index, prompt in enumerate(prompts))
+            *(count_cached_tokens(engine, f"returned {index}", prompt) for index, prompt in enumerate(prompts))
         )
         assert min(returned) >= 128
         await wait_for_copies(engine)
@@ -178,7 +178,7 @@ async def test_prompt_log_probabilities_are_computed_although_blocks_could_be_lo
     assert sum(len(output.prompt_logprobs or ()) for output in outputs) == len(prompt) - 1
 
 
-async def test_a_failed_copy_computes_the_prompt(oracle, monkeypatch):
+async def test_a_prompt_is_computed_if_its_load_fails(oracle, monkeypatch):
     engine = await AsyncEngine.start(toy_model.toy_spec(), CONFIG)
     scatter = entry_copier.scatter_blocks
 

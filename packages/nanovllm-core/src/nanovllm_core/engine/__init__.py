@@ -1,1 +1,1 @@
-"""The engine's loop, its public interface, and the process and client that run it in another process."""
+"""The engine's loop and public interface, and the server and the client of an engine in another process."""

@@ -133,7 +133,7 @@ async def _run_on_thread(
     ranks.set_failure_callback(lambda: event_loop.call_soon_threadsafe(end_wait))
     await asyncio.wait((result, failure), return_when=asyncio.FIRST_COMPLETED)
     if failure.done():
-        # `close` ends the other ranks. The engine's thread then stops waiting for them. On a GPU it may wait forever.
+        # `close` ends the other ranks. A thread that waits for them then continues on a CPU, but maybe not on a GPU.
         await asyncio.to_thread(ranks.close)
         await asyncio.wait([result], timeout=FAILED_RANK_TIMEOUT_S)
         ranks.check()

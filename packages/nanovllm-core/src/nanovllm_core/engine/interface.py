@@ -128,7 +128,7 @@ class Engine(ABC):
     async def compile(self, spec: GrammarSpec) -> ParameterTypes:
         """Compile a grammar before requests use it. Without this call, a request waits until its grammar is compiled.
 
-        Some models write tool calls as XML. Returns the types of the tool parameters in such calls.
+        Returns the types of tool parameters, which are needed to read tool calls of models that write XML.
         Raises GrammarError if the grammar is invalid, too large or too slow; EngineDeadError if the engine dies.
         """
 

@@ -321,7 +321,7 @@ class EngineLoop:
             self._steps_in_flight.append((step, handle))
 
     def _wait_to_plan(self, event_loop: asyncio.AbstractEventLoop) -> None:
-        """Wait until shortly before the step in flight ends. The next step then includes requests that arrive now."""
+        """Wait until shortly before the step in flight ends. Requests that arrive meanwhile can join the next step."""
         if len(self._steps_in_flight) != 1:
             return
         step, handle = self._steps_in_flight[0]
@@ -345,7 +345,7 @@ class EngineLoop:
         return step
 
     def _advance_copies(self, *, has_plan: bool) -> None:
-        """Process copies that have ended, and launch new copies. has_plan: see `Scheduler.take_copies`."""
+        """Process ended copies, and launch new copies. has_plan: whether a planned step has not been launched yet."""
         if self._copier is not None:
             # Complete loads only before planning, so that the plan includes their requests. Otherwise the thread might
             # plan no step and wait for a message, although a request is ready.

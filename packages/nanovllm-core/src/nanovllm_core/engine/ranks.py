@@ -59,7 +59,7 @@ class RankArguments:
 
     rendezvous: file through which the ranks find each other.
     failure_pipe: write end of a pipe, for a `RankFailure`.
-    host_memory: result of `allocate_host_memory`.
+    host_memory: memory for the cache entries of all ranks; None without offloading.
     """
 
     spec: ModelSpec
@@ -72,10 +72,7 @@ class RankArguments:
 
 
 class RankProcesses:
-    """The processes of ranks 1, 2, ... of an engine, started and watched by the process of rank 0.
-
-    host_memory: result of `allocate_host_memory`.
-    """
+    """The processes of ranks 1, 2, ... of an engine, started and watched by the process of rank 0."""
 
     def __init__(self, spec: ModelSpec, config: ResolvedConfig, host_memory: AnonymousMemory | None):
         # Only this user may enter the directory.
@@ -160,7 +157,7 @@ class RankProcesses:
         return self._failure is not None
 
     def set_failure_callback(self, callback: Callable[[], object]) -> None:
-        """Set the callback that is called when a rank has ended: at once if one has, otherwise on another thread."""
+        """Set the callback for the end of a rank. It runs now if a rank has ended already, else on another thread."""
         self._on_failure = callback
         if self._has_failed.is_set():
             callback()

@@ -42,6 +42,8 @@ SpecAndConfigLoader = Callable[[], tuple["ModelSpec", EngineConfig]]
 # Maximum number of malloc heaps. If each thread that compiles grammars had its own heap, freed grammars would leave
 # more unused memory.
 NUM_HEAPS = 2
+# Fields of `StepOutputs` whose entries begin with a request key.
+ENTRY_FIELDS = ("logprobs", "starts", "finishes", "failures", "prompt_logprobs", "draft_totals")
 
 _log = logging.getLogger(__name__)
 
@@ -49,7 +51,7 @@ _log = logging.getLogger(__name__)
 def run_engine(load_spec_and_config: SpecAndConfigLoader, endpoint: str, lifeline: Connection) -> None:
     """Load a model and serve it until a client stops the engine, its loop fails or the parent process ends.
 
-    endpoint: ZeroMQ endpoint to bind, in a directory of its own. If the parent has ended, the directory is removed.
+    endpoint: ZeroMQ endpoint to bind, in an empty directory. The process removes the directory if the parent has ended.
     lifeline: write end of a pipe. It stays open while this process lives, so clients detect the end of the process.
     """
     # Terminals and service managers send these signals to all processes. The parent decides when this process ends.
@@ -242,9 +244,9 @@ class EngineServer:
 def split_by_client(outputs: StepOutputs) -> dict[int, StepOutputs]:
     """Split a step's outputs by client number. The result has no entry for clients without outputs."""
     token_clients = [key // wire.KEYS_PER_CLIENT for key in outputs.keys]
-    # Failures and prompt log-probabilities may belong to requests without a token in the step.
-    other_entries = (*outputs.failures, *outputs.prompt_logprobs)
-    client_numbers = set(token_clients).union(key // wire.KEYS_PER_CLIENT for key, _ in other_entries)
+    # Requests without a token in the step may also have entries.
+    other_keys = (entry[0] for name in ENTRY_FIELDS for entry in getattr(outputs, name))
+    client_numbers = set(token_clients).union(key // wire.KEYS_PER_CLIENT for key in other_keys)
     if len(client_numbers) <= 1:
         return dict.fromkeys(client_numbers, outputs)
     parts = {client_number: StepOutputs() for client_number in client_numbers}
@@ -252,7 +254,7 @@ def split_by_client(outputs: StepOutputs) -> dict[int, StepOutputs]:
         part = parts[client_number]
         part.keys.append(key)
         part.tokens.append(token)
-    for name in ("logprobs", "starts", "finishes", "failures", "prompt_logprobs", "draft_totals"):
+    for name in ENTRY_FIELDS:
         for entry in getattr(outputs, name):
             getattr(parts[entry[0] // wire.KEYS_PER_CLIENT], name).append(entry)
     return parts

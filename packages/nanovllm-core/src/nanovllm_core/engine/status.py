@@ -79,8 +79,8 @@ class EngineStats:
     copied_bytes: pairs (kind of copy, bytes). "store" copies from the cache to host memory, and "load" copies back.
         "write" and "read" copy to and from files.
     copy_s: pairs (kind of copy, seconds), in the order of `copied_bytes`.
-    fetches: pairs (outcome, number of requests): why a prompt was fetched from another engine, or was not; empty if no
-        other engine is configured. See `FetchOutcome`.
+    fetches: pairs (`FetchOutcome` of a prompt that another engine may have, number of requests); empty if no other
+        engine is configured.
     fetched_tokens: number of prompt tokens that were fetched from other engines.
     fetched_bytes: number of bytes that were fetched from other engines.
     fetch_s: total time for which requests waited for fetches.
