@@ -1,8 +1,8 @@
 """Computes linear layers. A norm before the product, and a gate or residual after the product, are optional.
 
-On CUDA, a layer with at most MAX_TRITON_KERNEL_ROWS rows may be one launch of a Triton kernel. torch.compile cannot use
-this kernel: compile a model only for more rows. On a CPU, `numba_panels` computes few rows in float32, and oneDNN
-computes more rows in bf16.
+On CUDA, a layer with at most MAX_TRITON_KERNEL_ROWS rows may be one launch of a Triton kernel. Code under torch.compile
+never uses this kernel: compile a model only for more rows. On a CPU, `numba_panels` computes few rows in float32, and
+oneDNN computes more rows in bf16.
 """
 
 import functools
@@ -21,7 +21,7 @@ from nanovllm_kernels.platform import computes_rows_in_float32, has_numba, prefe
 MAX_TRITON_KERNEL_ROWS = tiles.MAX_SPLIT_ROWS
 # Number of rows for which oneDNN chooses a weight's layout.
 ONEDNN_PLANNED_ROWS = 8
-# Maximum number of padding rows in a product of oneDNN. One less than a power of two.
+# Maximum number of padding rows that `round_up_rows` adds for oneDNN. One less than a power of two.
 MAX_PADDING_ROWS = 31
 # A weight [N, K] that oneDNN has packed is also packed in `Panels` if N or K is at most this number.
 MAX_SMALLER_DIM_OF_PANELS = 2048
@@ -43,7 +43,7 @@ class PackedWeight(NamedTuple):
 
     data: the weight [N, K], or `panels.data` if the panels are the only copy.
     in_onednn_layout: whether `data` is in oneDNN's layout. If True, panels are used for few rows only.
-    panels: the weight for products in float32. None: float32 is not used.
+    panels: the weight for products by `numba_panels`. None: all products use `data`.
     counters: int32, one counter per output tile of a launch that splits K among CTAs. All are 0 between launches.
         Concurrent launches must not share counters. None: launches do not split K.
     """
@@ -114,7 +114,7 @@ def _project_panels(
         return silu_and_mul(_project_panels(x, norm_weight, eps, panels, bias, None))
     adds_in_place = residual is not None and residual.dtype == torch.float32 and residual.is_contiguous()
     num_columns = panels.num_columns // 2 if gated else panels.num_columns
-    out = residual if adds_in_place else torch.empty((*x.shape[:-1], num_columns))
+    out = residual if adds_in_place else x.new_empty((*x.shape[:-1], num_columns), dtype=torch.float32)
     norm = None if norm_weight is None else norm_weight.float()
     rows, results = x.float().contiguous().view(-1, x.shape[-1]), out.view(-1, num_columns)
     if len(rows):
@@ -163,7 +163,7 @@ def linear(
     All tensors have one dtype, but `residual` may be float32, and on a CPU `x` may be float32 with bf16 weights.
     residual: may be overwritten, and may share memory with the result.
     Returns: [.., N] in the dtype of `residual`, or of `x` without a residual. For bf16 weights on a CPU without a
-        residual: float32 if `computes_rows_in_float32`, else bf16. A bias with a residual causes a second rounding.
+        residual: float32 from `numba_panels`, bf16 from oneDNN. A bias with a residual may cause a second rounding.
     """
     if isinstance(weight, BlockFP8Weight):
         return block_fp8.linear(x, weight, bias, residual)
@@ -177,7 +177,7 @@ def linear(
         out = _linear_on_cpu(x, weight, bias)
         return out if residual is None else residual.add_(out)
     weight = matrix
-    if _is_few_rows_product(x, weight):
+    if _prefers_few_rows_kernel(x, weight):
         return _project_few_rows_op(x, None, 0.0, weight, bias, residual, False, False)
     if counters is not None and x.dim() == 2 and 0 < x.shape[0] <= tiles.MAX_SPLIT_ROWS:
         return _project_split_k_op(x, weight, bias, residual, counters)
@@ -213,7 +213,7 @@ def norm_linear(
     if isinstance(weight, BlockFP8Weight):
         return block_fp8.norm_linear(x, norm_weight, eps, weight, bias)
     matrix = weight.data if isinstance(weight, PackedWeight) else weight
-    if _is_few_rows_product(x, matrix):
+    if _prefers_few_rows_kernel(x, matrix):
         return _project_few_rows_op(x, norm_weight, eps, matrix, bias, None, False, False)
     if (panels := _choose_panels(x, weight)) is not None:
         return _project_panels(x, norm_weight, eps, panels, bias, None)
@@ -234,7 +234,7 @@ def norm_gate_up(
     if isinstance(weight, BlockFP8Weight):
         return block_fp8.norm_gate_up(x, norm_weight, eps, weight, bias)
     matrix = weight.data if isinstance(weight, PackedWeight) else weight
-    if _is_few_rows_product(x, matrix):
+    if _prefers_few_rows_kernel(x, matrix):
         return _project_few_rows_op(x, norm_weight, eps, matrix, bias, None, True, False)
     if (panels := _choose_panels(x, weight)) is not None:
         return _project_panels(x, norm_weight, eps, panels, bias, None, gated=True)
@@ -260,10 +260,10 @@ def logits(x: Tensor, weight: PackedWeight, table: Tensor, bf16_parts: Tensor | 
     bf16_parts: `split_float32(table)`, for products on tensor cores. The relative error is about 3e-6. None: unused.
     """
     if table.dtype == torch.float32:
-        if bf16_parts is not None and not _is_few_rows_product(x, table):
+        if bf16_parts is not None and not _prefers_few_rows_kernel(x, table):
             return torch.mm(x, bf16_parts.t(), out_dtype=torch.float32).unflatten(1, (3, -1)).sum(1)
         return linear(x.float(), weight)
-    if _is_few_rows_product(x, table):
+    if _prefers_few_rows_kernel(x, table):
         return _project_few_rows_op(x, None, 0.0, table, None, None, False, True)
     if x.is_cuda:
         return torch.mm(x, table.t(), out_dtype=torch.float32)
@@ -276,7 +276,7 @@ def logits(x: Tensor, weight: PackedWeight, table: Tensor, bf16_parts: Tensor | 
     return bf16_logits.scatter_(1, largest_ids, torch.bmm(rows, x.float().unsqueeze(-1)).squeeze(-1))
 
 
-def _is_few_rows_product(x: Tensor, weight: Tensor) -> bool:
+def _prefers_few_rows_kernel(x: Tensor, weight: Tensor) -> bool:
     """Whether the kernel in `triton_few_rows` supports this product, and is faster than cuBLAS."""
     if torch.compiler.is_compiling() or not x.is_cuda or x.dim() != 2:
         return False
@@ -352,8 +352,9 @@ def _find_largest(values: Tensor, count: int) -> Tensor:
         return values.topk(min(count, size), -1, sorted=False).indices
     run_maxima = values[:, :end_of_whole_runs].view(num_rows, -1, LOGITS_PER_RUN).amax(-1)
     runs = run_maxima.topk(count, -1, sorted=False).indices
-    candidates = (runs.unsqueeze(-1) * LOGITS_PER_RUN + torch.arange(LOGITS_PER_RUN)).flatten(1)
+    columns = torch.arange(size, device=values.device)
+    candidates = (runs.unsqueeze(-1) * LOGITS_PER_RUN + columns[:LOGITS_PER_RUN]).flatten(1)
     if end_of_whole_runs < size:
-        candidates = torch.cat((candidates, torch.arange(end_of_whole_runs, size).expand(num_rows, -1)), -1)
+        candidates = torch.cat((candidates, columns[end_of_whole_runs:].expand(num_rows, -1)), -1)
     largest_candidates = values.gather(1, candidates).topk(count, -1, sorted=False).indices
     return candidates.gather(1, largest_candidates)

@@ -129,10 +129,11 @@ def _block_fp8_linear_op(
     residual: Tensor | None,
     gated: bool,
 ) -> Tensor:
-    """Norm rows `x` [M, K], quantise, multiply by a weight [N, K], add `bias`, gate, and add `residual`.
+    """Normalize rows `x` [M, K], quantise, multiply by a weight [N, K], add `bias`, gate, and add `residual`.
 
     data, scales, block_rows, counters: fields of the weight. gated: see `norm_gate_up`.
-    Returns: a tensor with the dtype of `residual`, else of `norm_weight`, else of `x`. cuBLAS rounds products to bf16.
+    Returns: a tensor with the dtype of `residual`, else of `norm_weight`, else of `x`. If cuBLAS multiplies, it rounds
+        the product to bf16 before the bias is added.
     """
     from nanovllm_kernels.gemm import triton_block_fp8
 
@@ -145,10 +146,10 @@ def _block_fp8_linear_op(
     x_scales = None
     if norm_weight is not None or num_rows > tiles.MAX_FUSED_FP8_ROWS:
         rows, x_scales = triton_block_fp8.quantize_groups(rows, norm_weight, eps)
-        dtype = out.dtype if residual is None else x.dtype
+        product_dtype = out.dtype if residual is None else x.dtype
         if (
             not tiles.is_triton_fp8_faster(num_rows, data.shape[0])
-            and dtype == torch.bfloat16
+            and product_dtype == torch.bfloat16
             and _cublas_supports(weight)
         ):
             sums = _multiply_with_cublas(rows, x_scales, weight)

@@ -45,7 +45,7 @@ from nanovllm_kernels.numba_tiles import (
     _PANELS_PTR,
     _BIAS_PTR,
     _OUT_PTR,
-    _PACKED_PTR,  # normed rows, float32 [block, tile, k, row]
+    _PACKED_PTR,  # normalized rows, float32 [block, tile, k, row]
     _NUM_ROWS,
     _DEPTH,
     _PADDED_DEPTH,  # K rounded up to a multiple of UNROLL
@@ -94,7 +94,7 @@ def project_rows(
     gated: bool,
     adds_to_out: bool,
 ) -> None:
-    """Norm the rows of `x`, multiply by a weight, add a bias, apply a gate, and write the results into `out`.
+    """Normalize the rows of `x`, multiply by a weight, add a bias, apply a gate, and write the results into `out`.
 
     x: float32 [M, K], contiguous, M >= 1.
     norm_weight: float32, at least K elements. Further elements are ignored. None: no norm.
@@ -182,7 +182,7 @@ def _choose_block_depth(padded_depth):
 
 @kernel_without_reordering
 def _pack_tiles(args, first_tile, end_tile):
-    """Norm the rows of tiles, and write the results in the order [block, tile, k, row]."""
+    """Normalize the rows of tiles, and write the results in the order [block, tile, k, row]."""
     num_rows, depth, padded_depth = args[_NUM_ROWS], args[_DEPTH], args[_PADDED_DEPTH]
     num_tiles, block_depth = -(-num_rows // TILE_ROWS), _choose_block_depth(padded_depth)
     eps = np.float32(args.view(np.float64)[_EPS])

@@ -121,7 +121,7 @@ MAX_NARROW_FP8_COLUMNS = 4096
 MAX_WIDE_FP8_ROWS = 64
 # The sum over K is split into more parts until a launch has at least this number of CTAs.
 MIN_FP8_CTAS = 128
-# Like MIN_FP8_CTAS, for a launch whose kernel also quantises rows.
+# Like MIN_FP8_CTAS, for a launch whose kernel also quantises rows. Also the minimum for WIDE_FP8_CONFIGS.
 MIN_FUSED_FP8_CTAS = 192
 # Minimum number of groups (128 elements that share a scale) per part of K.
 MIN_FP8_GROUPS = 4
@@ -135,7 +135,7 @@ FP8_CONFIGS = {
     64: BlockFP8Config(64, 64, 1, 4, 6),
     MAX_FP8_ROWS: BlockFP8Config(64, 64, 1, 4, 6),
 }
-# Wider tiles for launches that still have enough CTAs with such tiles. Keys: maximum number of rows.
+# Wider tiles, used if a launch still has enough CTAs. Keys: maximum number of rows.
 WIDE_FP8_CONFIGS = {MAX_FUSED_FP8_ROWS: BlockFP8Config(16, 128, 1, 4, 4), 64: BlockFP8Config(64, 128, 1, 4, 3)}
 MANY_ROWS_FP8_CONFIG = BlockFP8Config(128, 128, 1, 8, 4)
 

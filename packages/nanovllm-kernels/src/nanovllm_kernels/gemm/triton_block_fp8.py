@@ -158,7 +158,7 @@ def _prefetch_tiles(weight_ptr, rows, mask, first_group, K: tl.constexpr, GROUP:
 
 @triton.jit
 def _load_rows(x_ptr, x_scales_ptr, ks, is_row, K: tl.constexpr, QUANTIZED: tl.constexpr):
-    """Load a group of each row: e4m3 values [M, 128], scales [M]. x_ptr: row pointers [M, 1]. QUANTIZED: e4m3 rows."""
+    """Load a group of each row: e4m3 values [M, 128], scales [M]. x_ptr: row pointers [M, 1]. QUANTIZED: x is e4m3."""
     tile = tl.load(x_ptr + ks[None, :], mask=is_row[:, None] & (ks < K)[None, :], other=0.0)
     if QUANTIZED:
         scales = tl.load(x_scales_ptr, mask=is_row, other=0.0)
@@ -290,7 +290,7 @@ def _project(
     RESIDUAL: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Compute one tile, or with NUM_SPLITS > 1 the sums of the tile over one part of K."""
+    """Sum one of NUM_SPLITS parts of K for one tile. The last program to finish a tile writes the output."""
     groups_per_split: tl.constexpr = (GROUPS + NUM_SPLITS - 1) // NUM_SPLITS
     split = tl.program_id(2)
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)

@@ -1,8 +1,7 @@
 """Multiplies tens or hundreds of rows by a weight with few columns on CUDA.
 
 The product has fewer tiles than the GPU has SMs. To use more SMs, several CTAs share a tile, and each CTA sums over a
-part of K.
-When the last CTA of a tile finishes its part, it adds up the sums of all parts in a fixed order.
+part of K. The last CTA to finish its part of a tile adds up the sums of all parts in a fixed order.
 """
 
 import torch
@@ -90,7 +89,7 @@ def _project_split_k(
     RESIDUAL: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Sum one of NUM_SPLITS parts of K for one tile. The tile's last program writes the output."""
+    """Sum one of NUM_SPLITS parts of K for one tile. The last program to finish a tile writes the output."""
     split_depth: tl.constexpr = K // NUM_SPLITS  # size of a part of K
     # Weight elements per cache line.
     line_elements: tl.constexpr = 128 // (weight_ptr.dtype.element_ty.primitive_bitwidth // 8)
