@@ -5,8 +5,8 @@ Python's bytecode is always kept: otherwise each of about forty processes would 
 Each process computes with one thread unless the environment sets another number. The models are so small that a second
 thread gains little, and it would wait at every operator, because other processes run beside most tests.
 
-Most tests use one core. Therefore a second process runs the tests with the marker `background` beside all others. When
-the other tests have ended, a third process runs modules that the second process has not begun.
+Most tests use one core. Therefore a background process runs the tests with the marker `background` beside all others.
+When the other tests have ended, a second background process runs modules that the first one has not begun.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Niceness of the processes in the background: their tests yield to all others.
 NICE = 19
-# -m '': the tests were already selected.
+# -m '': no marker deselects tests, because the tests are already selected.
 PYTEST_OPTIONS = ("-q", "-p", "no:cacheprovider", "-m", "")
 MAX_WAIT_S = 3600
 # Variable with the path of a directory. The directory has a link for each module that a process in the background runs.
@@ -41,13 +41,13 @@ CLAIMS_VARIABLE = "NANOVLLM_TEST_CLAIMS"
 @pytest.fixture(autouse=True)
 def seeded_torch() -> None:
     """Seed torch, so that a test has the same random numbers alone and after any other tests."""
-    import torch  # After the variable above is set.
+    import torch  # Not at the top, because OMP_NUM_THREADS must be set first.
 
     torch.manual_seed(0)
 
 
 class BackgroundRun(pytest.Item):
-    """Processes that run other tests. The item waits for their end, and fails if one of these tests fails."""
+    """An item that runs other tests in background processes, waits for them, and fails if one of the tests fails."""
 
     def __init__(self, *, node_ids: list[str], **options: Any):
         super().__init__(**options)
@@ -58,7 +58,7 @@ class BackgroundRun(pytest.Item):
         self.add_marker(pytest.mark.timeout(MAX_WAIT_S))
 
     def start(self) -> None:
-        """Start the first process, which begins with the first modules."""
+        """Start the first background process, which begins with the first modules."""
         self._start_process(self._node_ids)
 
     def _start_process(self, node_ids: Iterable[str]) -> None:
@@ -82,7 +82,7 @@ class BackgroundRun(pytest.Item):
         return Path(self._directory.name, f"output-{index}")
 
     def runtest(self) -> None:
-        """Start the second process, which begins with the last modules, and wait for the end of both processes."""
+        """Start the second background process, which begins with the last modules, and wait for both processes."""
         by_module = itertools.groupby(self._node_ids, lambda node_id: node_id.partition("::")[0])
         modules = [list(node_ids) for _, node_ids in by_module]
         self._start_process(itertools.chain.from_iterable(reversed(modules)))

@@ -67,7 +67,7 @@ class ServerProcess:
         return self.process.wait(60)
 
 
-# Where tests with these markers run; all others are at 0.
+# Position of tests in the run, by marker. Tests without these markers are at 0.
 PLACE_BY_MARKER = {"starts": -1, "waits": 1, "measures": 2}
 
 
@@ -76,7 +76,7 @@ PLACE_BY_MARKER = {"starts": -1, "waits": 1, "measures": 2}
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Sorts tests: first those that start work in the background, last those that wait for it and those that measure.
 
-    The packages' tests run beside the work in the background: most of them use one core.
+    The packages' tests run beside the work in the background, because most of these tests use one core.
     """
     items.sort(key=lambda item: sum(place for name, place in PLACE_BY_MARKER.items() if item.get_closest_marker(name)))
 
@@ -93,7 +93,7 @@ def start_server(
 
     model: a checkpoint directory or a name; None for the program's default model.
     program: the command without arguments.
-    environment: the variables of its environment; None for those of this process.
+    environment: the environment variables of the server; None for those of this process.
     """
     arguments = [] if model is None else [model]
     command = ["nice", "-n", str(nice), *program, *arguments, "--port", "0", "--device", "cpu", *flags]

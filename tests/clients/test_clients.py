@@ -77,7 +77,7 @@ def run_command(command, folder, environment, processes):
         try:
             output, _ = process.communicate(timeout=MAX_SESSION_S)
         except subprocess.TimeoutExpired:
-            # The output so far shows where the session stopped. A kill would leave the session, which is a child.
+            # The output so far shows where the session stopped. SIGKILL would not end the child that runs the session.
             process.terminate()
             output, _ = process.communicate()
     return process.returncode, f"{' '.join(map(str, command))}\n{output}"
@@ -89,10 +89,10 @@ def run_python(name, environment, processes):
 
 
 def run_node(environment, processes):
-    """Run with the Node of the test environment: the SDK needs a newer Node than many machines have."""
+    """Run the session with the Node of the test environment: the SDK needs a newer Node than many machines have."""
     folder = HERE / "openai_node"
     node = NODE_DIRECTORY / "bin" / "node"
-    # The npm program would run the first node of the PATH; this runs npm's script with our node.
+    # The npm program would run the first node of the PATH. This command runs npm's script with our node.
     npm = (node, NODE_DIRECTORY / "lib" / "node_modules" / "npm" / "bin" / "npm-cli.js")
     status, output = run_command(
         (*npm, "ci", "--prefer-offline", "--no-audit", "--no-fund"), folder, environment, processes

@@ -1,4 +1,4 @@
-"""The files of `docs/deploy` are valid, and their numbers fit the server's."""
+"""The files of `docs/deploy` are valid, and their ports and time limits fit the server."""
 
 import re
 import shlex
@@ -13,13 +13,13 @@ import yaml
 from programs import require_programs
 from proxies import DEPLOY, PROGRAMS
 
-from nanovllm_server.cli import parser
+from nanovllm_server.cli import make_parser
 
 ROOT = DEPLOY.parents[1]
 # After the drain, a worker has 5 s and the engine has 10 s to end.
 STOP_S = 15
 OLDEST_KUBERNETES = "1.25"
-# Exposure that systemd-analyze computes, times ten: 0 is safest; below 20 it calls a service well protected.
+# Maximum exposure, times ten. 0 is safest, and systemd-analyze calls a service below 20 well protected.
 MAX_EXPOSURE = 20
 
 
@@ -29,7 +29,7 @@ def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
 
 def drain_s(arguments: list[str]) -> float:
     """The time limit of a drain, if the server runs with `arguments`; invalid flags end the test."""
-    return parser().parse_args(arguments).drain_timeout
+    return make_parser().parse_args(arguments).drain_timeout
 
 
 def uv_flags() -> list[list[str]]:
@@ -74,7 +74,7 @@ def test_kubernetes_waits_for_the_drain(pod):
 def test_probes_and_the_service_reach_the_server(kubernetes, pod):
     (container,) = pod["containers"]
     (port,) = container["ports"]
-    assert port["containerPort"] == parser().get_default("port")
+    assert port["containerPort"] == make_parser().get_default("port")
     for name, path in (("startupProbe", "/health"), ("readinessProbe", "/ready"), ("livenessProbe", "/health")):
         assert container[name]["httpGet"] == {"path": path, "port": port["name"]}
     assert kubernetes["Service"]["spec"]["ports"][0]["targetPort"] == port["name"]

@@ -73,7 +73,7 @@ def test_variables_of_the_dashboard_are_defined():
     }
 
 
-def test_panels_have_places_of_their_own():
+def test_panels_have_unique_ids_and_do_not_overlap():
     panels = DASHBOARD["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)
     cells = [
@@ -104,7 +104,7 @@ def test_each_alert_has_a_case_in_which_it_fires():
 
 @pytest.fixture(scope="module")
 def program() -> str:
-    """The program of Prometheus. promtool exists too."""
+    """The name of Prometheus' program. Tests are skipped unless it and promtool are installed."""
     require_programs("prometheus", "prometheus", "promtool")
     return "prometheus"
 

@@ -1,4 +1,4 @@
-"""A real server gives each message that the page of symptoms quotes."""
+"""A real server gives each message that `docs/deploy/troubleshooting.md` quotes."""
 
 import json
 import os
@@ -29,7 +29,7 @@ from proxies import DEPLOY, HEADERS, chat, free_port, post_chat, stream_chat
 import nanovllm_models
 from nanovllm_core import ConfigError
 from nanovllm_core.engine.build import build_loop
-from nanovllm_server.cli import parser
+from nanovllm_server.cli import make_parser
 from nanovllm_server.engine_flags import make_engine_config
 
 PAGE = (DEPLOY / "troubleshooting.md").read_text()
@@ -48,7 +48,7 @@ REFUSED_ENGINES = {
     "fewer than max_model_len": ["--device", "cpu", "--max-model-len", "8192", "--cpu-cache-gib", "0.001"],
     "no usable NVIDIA GPU was found": ["--device", "cuda"],
 }
-# Changes of a request's fields and headers, with the status, by a part of the message.
+# Expected status, changed fields and changed headers of a request, by a part of the message.
 REFUSED_REQUESTS = {
     "an API key is needed": (401, {}, {"Authorization": ""}),
     "Incorrect API key provided": (401, {}, {"Authorization": "Bearer other"}),
@@ -59,10 +59,10 @@ REFUSED_REQUESTS = {
     "Content-Type must be application/json": (415, {}, {"Content-Type": "text/plain"}),
     "the answer took longer than its limit": (504, {"max_tokens": 400, "timeout": 0.05}, {}),
 }
-# Refused by tests of their own, because other requests must run.
+# Messages with tests of their own, in which other requests run at the same time.
 QUEUE_IS_FULL = "the queue is full"
 BODY_MEMORY_IS_FULL = "too many large requests arrive at once"
-# Tests in other files provoke these messages: of this folder, and of tests/server, which stops and kills processes.
+# Tests in other files of this folder and in tests/server provoke these messages.
 PROVOKED_ELSEWHERE = {BODY_IS_TOO_LARGE, IS_DRAINING, IS_STOPPED, NO_DEFAULT_MODEL}
 PROVOKED_ELSEWHERE |= {WORKER_HANGS, WORKER_DIED, WORKER_IS_NOT_REPLACED, ENGINE_DIED, RANK_ENDED}
 
@@ -153,7 +153,7 @@ def test_refused_start_writes_the_message(default_model, tmp_path, message):
 @pytest.mark.parametrize("message", REFUSED_ENGINES)
 async def test_engine_that_cannot_start_gives_the_message(default_model, monkeypatch, message):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    config = make_engine_config(parser().parse_args(REFUSED_ENGINES[message]))
+    config = make_engine_config(make_parser().parse_args(REFUSED_ENGINES[message]))
     with pytest.raises(ConfigError, match=message):
         await build_loop(nanovllm_models.load(default_model), config)
 

@@ -90,7 +90,7 @@ def reference(default_model, load_reference, device) -> PreTrainedModel:
 
 @pytest.mark.parametrize("settings", SETTINGS)
 async def test_answers_to_chats_equal_transformers(settings, default_model, prompts, reference, greedy_choices, device):
-    # On a CPU, all chats in all settings take two minutes.
+    # On a CPU, all chats in all settings would take two minutes.
     num_chats = {"cpu": (2, 8), "cuda": (5, 12)}[device]
     prompts = prompts[: num_chats[0] if settings.startswith("one at a time") else num_chats[1]]
     config = EngineConfig(device=device, dtype="float32", **SETTINGS[settings])

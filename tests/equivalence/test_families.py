@@ -1,7 +1,7 @@
 """Greedy tokens in float32 equal those of transformers, for every family and every setting of the engine.
 
-Each family has one config per branch of its architecture. transformers has no FP8 cache: over one, the tests check
-that settings do not change answers.
+Each family has one config per branch of its architecture. transformers has no FP8 cache. Therefore tests with an FP8
+cache check that settings do not change answers.
 """
 
 import random
@@ -112,7 +112,7 @@ async def test_tokens_and_log_probabilities_over_loaded_blocks_equal_transformer
     settings = TIERED_SETTINGS[setting]
     assert await generate(path, device, settings, is_preempted=True, samplings=samplings, logprobs=logprobs) == expected
     # Each prompt was answered twice. The second time, most of its blocks were loaded. Tiers change log-probabilities by
-    # less than 1e-4. Those of Qwen3-Next and of transformers differ by 1e-3.
+    # less than 1e-4, but log-probabilities of Qwen3-Next differ from those of transformers by 1e-3.
     torch.testing.assert_close(logprobs, 2 * expected_logprobs, atol=2e-3, rtol=0)
 
 

@@ -1,7 +1,7 @@
 """Answers with drafts equal the answers without them, for every family and several settings of the engine.
 
-With n-grams, each request predicts its answer, with a wrong token here and there. A draft model is a disturbed copy of
-the model. So steps accept and reject drafts everywhere. Drafts of random heads are nearly always wrong.
+With n-grams, each request has a prediction: its answer with some wrong tokens. A draft model is a disturbed copy of the
+model. Therefore steps accept some drafts and reject others. Drafts of random heads are nearly always wrong.
 """
 
 from pathlib import Path
@@ -17,7 +17,7 @@ from nanovllm_core import ConfigError
 from nanovllm_core.engine import build
 from nanovllm_core.scheduling.draft_times import DraftTimes
 
-# With more requests at once, nearly all steps would have prompts, after which models and heads propose nothing.
+# With more requests at once, nearly all steps would have prompts. Draft models and heads propose nothing in such steps.
 SMALL_CHUNKS = {**AMPLE_CACHE, "max_num_batched_tokens": 40, "max_num_seqs": 2}
 SETTINGS = {
     "one at a time": {**AMPLE_CACHE, "max_num_seqs": 1},
@@ -32,9 +32,8 @@ SETTINGS = {
 # The first model of each family.
 MODELS = list({tiny.family: name for name, tiny in reversed(TINY_MODELS.items())}.values())
 RECURRENT = next(name for name in MODELS if TINY_MODELS[name].family == "Qwen3Next")
-# Each model with some setting, and recurrent layers with half of the settings.
+# One setting per model, and five settings for the model with recurrent layers.
 PAIRS = sorted({*sample_pairs(MODELS, SETTINGS, 1), *sample_pairs([RECURRENT], SETTINGS, 5)})
-
 
 # Options that requests have in turn in tests of draft models and heads.
 SAMPLINGS = (
@@ -44,14 +43,14 @@ SAMPLINGS = (
     {"temperature": 0.8, "presence_penalty": 0.5, "repetition_penalty": 1.2},
     {"temperature": 0.7, "logit_bias": {7: 2.0, 40: -100.0}, "logprobs": 2},
 )
-# The first setting of a family differs from that with n-grams.
+# With first=1, a model begins with another setting than in PAIRS.
 DRAFT_PAIRS = sorted({*sample_pairs(MODELS, SETTINGS, 1, first=1), *sample_pairs(["Qwen2"], SETTINGS, 5, first=5)})
 HEAD_PAIRS = sample_pairs([name for name in MODELS if TINY_MODELS[name].has_mtp], SETTINGS, 5)
 
 
 @pytest.fixture
 def always_drafts(monkeypatch):
-    """Steps propose and verify as many drafts as they may, because no step seems to take time."""
+    """Steps propose and verify as many drafts as they may, because all measured times are 0."""
     monkeypatch.setattr(build, "measure_draft_times", lambda *_: DraftTimes())
 
 
@@ -110,7 +109,7 @@ async def test_heads_change_no_token(name, setting, tmp_path, device, always_dra
     await check_drafts(tmp_path, device, "mtp", setting)
 
 
-async def test_minimax_m2_has_no_heads(tmp_path, device):
+async def test_mtp_is_refused_for_a_checkpoint_without_heads(tmp_path, device):
     write_tiny_checkpoint("MiniMax-M2", tmp_path)
     with pytest.raises(ConfigError, match="speculate is 'mtp', but the checkpoint has no heads"):
         await generate(tmp_path, device, {"speculate": "mtp", **AMPLE_CACHE})

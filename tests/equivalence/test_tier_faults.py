@@ -10,6 +10,6 @@ from tier_faults import ENGINE_FAULTS, FAULTS, run_campaign
 @pytest.mark.parametrize(("name", "min_cached_share"), [("Llama, tied", 0.25), ("Qwen3-Next", 0.1)])
 def test_faults_in_tiers_change_no_answer(name, min_cached_share):
     totals = run_campaign(name, num_faults=len(FAULTS) + len(ENGINE_FAULTS), seed=0)
-    # Each kind of fault occurs. Most prefixes come from below, and a new process finds the files of the killed one.
+    # Prompts have cached prefixes, and a new process finds the files of the killed process.
     assert totals["num_cached_tokens"] > totals["num_prompt_tokens"] * min_cached_share, totals
     assert totals["num_cached_tokens_after_restart"] > 0, totals

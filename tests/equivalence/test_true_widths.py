@@ -32,7 +32,7 @@ ERROR_FLOOR = 0.002
 # A quantile is compared if at least this number of a group's errors lie beyond it.
 MIN_ERRORS_BEYOND = 20
 # The largest mean error, relative to the spread of the logits. Two layers round a token's numbers about 24 times, each
-# time by at most 2^-9 of the number. Independent errors add up as their root, and sharp attention doubles them.
+# time by at most 2^-9 of the number. The sum of n independent errors grows as sqrt(n), and sharp attention doubles it.
 MAX_RELATIVE_ERROR = 2 * 24**0.5 * 2**-9
 MIN_AGREEMENT = 0.9
 
@@ -278,7 +278,7 @@ def score_errors(case: Case, observation: Observation) -> dict[str, tuple[np.nda
     }
 
 
-def test_weights_make_a_meaningful_test(case):
+def test_answers_depend_on_prompts_and_bf16_decides_few_tokens(case):
     """Answers depend on what a prompt begins with, and bf16 decides few of their tokens."""
     assert len({tuple(answer) for answer in case.answers}) > len(case.prompts) // 4
     logprobs = torch.cat([exact[-OUTPUT_LEN:] for exact in case.exact])

@@ -92,7 +92,7 @@ def tiny_model(default_model: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.fixture(scope="session")
 def shallow_model(default_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The first layers of the default model, for tests that need its widths or its speed's order, but not its text."""
+    """The first layers of the default model, for tests that need its widths or a similar speed, but not its text."""
     path = tmp_path_factory.mktemp("shallow") / "shallow"
     shutil.copytree(default_model, path, ignore=shutil.ignore_patterns("model.safetensors", "manifest.json"))
     config = json.loads((path / "config.json").read_text())

@@ -59,7 +59,7 @@ async def send_large_body(url: str, key: str, end_s: float) -> None:
         writer.transport.abort()
 
 
-def answer_of_a_small_request(url: str) -> int:
+def status_of_a_small_request(url: str) -> int:
     body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
     request = urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(body).encode(), headers)
@@ -67,13 +67,13 @@ def answer_of_a_small_request(url: str) -> int:
         return response.status
 
 
-@pytest.mark.parametrize("key", ["wrong", KEY], ids=["without a key", "with a key"])
+@pytest.mark.parametrize("key", ["wrong", KEY], ids=["with a wrong key", "with a key"])
 async def test_large_bodies_of_many_clients_leave_a_worker_small(server, key):
     (pid,) = server.worker_pids()
     end_s = time.monotonic() + SEND_S
     clients = [asyncio.create_task(send_large_body(server.url, key, end_s)) for _ in range(NUM_CLIENTS)]
     await asyncio.sleep(SEND_S / 2)
-    assert await asyncio.to_thread(answer_of_a_small_request, server.url) == 200
+    assert await asyncio.to_thread(status_of_a_small_request, server.url) == 200
     await asyncio.gather(*clients)
     print(f"peak memory of the worker: {peak_bytes(pid) / (1 << 20):.0f} MiB")
     assert peak_bytes(pid) < MAX_WORKER_BYTES

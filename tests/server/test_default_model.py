@@ -70,7 +70,7 @@ async def test_answers_consist_of_allowed_tokens(sdk, default_model):
     assert set(choice.token_ids) <= {*allowed}
     assert choice.finish_reason == "length"
     assert [entry.token for entry in choice.logprobs.content] == [f"token_id:{token}" for token in choice.token_ids]
-    # The end of a structured output needs no permission.
+    # The end of a structured output is always allowed.
     extra = {"allowed_token_ids": allowed, "structured_outputs": {"choice": [" Rome", " Paris"]}}
     (choice,) = (await create(sdk, max_tokens=8, extra_body=extra)).choices
     assert (choice.message.content, choice.finish_reason) == (" Paris", "stop")
@@ -79,7 +79,7 @@ async def test_answers_consist_of_allowed_tokens(sdk, default_model):
         await create(sdk, max_tokens=8, extra_body=extra)
 
 
-async def test_logprobs(sdk):
+async def test_logprobs_are_sorted_and_their_bytes_join_to_the_answer(sdk):
     answer = await create(sdk, max_tokens=8, logprobs=True, top_logprobs=3, extra_body={"ignore_eos": True})
     entries = answer.choices[0].logprobs.content
     assert len(entries) == answer.usage.completion_tokens == 8
@@ -117,7 +117,7 @@ async def test_logprobs_of_an_answer_equal_those_in_a_prompt(sdk, default_model)
     assert answer.usage.prompt_tokens_details.cached_tokens == 0
 
 
-async def test_several_choices_and_seeds(sdk):
+async def test_equal_seeds_give_equal_choices(sdk):
     fields = {"max_tokens": 12, "n": 3, "seed": 5, "temperature": 1.0}
     first, second = await create(sdk, **fields), await create(sdk, **fields)
     texts = [choice.message.content for choice in first.choices]
@@ -173,7 +173,7 @@ async def test_answer_without_max_tokens_fills_the_context(sdk):
     assert answer.usage.total_tokens == 512
 
 
-def test_health_and_models(server):
+def test_health_is_ok_and_models_list_the_served_model(server):
     with urllib.request.urlopen(f"{server.url}/health") as response:
         assert json.load(response) == {"status": "ok"}
     with urllib.request.urlopen(f"{server.url}/v1/models") as response:

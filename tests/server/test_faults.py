@@ -14,7 +14,7 @@ from machine_load import measure_own_time
 pytestmark = pytest.mark.slow
 
 NUM_CLIENTS = 150
-VANISHING = 50
+NUM_VANISHING = 50
 MAX_CONCURRENT = 24
 PLACE = {"type": "object", "properties": {"place": {"type": "string", "minLength": 20}}, "required": ["place"]}
 TOOL = {"type": "function", "function": {"name": "look", "parameters": PLACE}}
@@ -142,7 +142,7 @@ async def test_disconnecting_at_any_moment_frees_everything(server):
 
 async def test_nothing_runs_a_second_after_fifty_clients_vanish(shallow_server):
     """Queued requests end too: steps of prompts are short, and aborts are handled before the next step."""
-    clients = [await connect(shallow_server) for _ in range(VANISHING)]
+    clients = [await connect(shallow_server) for _ in range(NUM_VANISHING)]
     for number, (_, writer) in enumerate(clients):
         words = [{"role": "user", "content": f"{number} some word " * 60}]
         writer.write(request_bytes(model="shallow", stream=True, max_tokens=400, messages=words))
@@ -151,7 +151,7 @@ async def test_nothing_runs_a_second_after_fifty_clients_vanish(shallow_server):
             found = await asyncio.to_thread(read_metrics, shallow_server)
             if found["num_requests_running"] and found["num_requests_waiting"]:
                 break
-    # By now the server computes some of the prompts.
+    # After this time, the server computes some of the prompts.
     await asyncio.sleep(0.5)
     for _, writer in clients:
         writer.transport.abort()

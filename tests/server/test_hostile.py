@@ -30,8 +30,8 @@ from nanovllm_server.protocol.tools import parse_tools
 
 pytestmark = [pytest.mark.slow, pytest.mark.measures]
 
-MOST_TIMES = 7
-AT_ONCE = 8
+MAX_ROUNDS = 7
+MAX_CONCURRENT = 8
 CASES = [*make_wire_cases(), *make_body_cases(), *make_field_cases(), *make_request_cases()]
 COST_CASES = make_cost_cases()
 MAX_ATTEMPTS = 4
@@ -46,7 +46,7 @@ def target(run_server, tiny_model):
 
 
 async def run_all(url: str) -> dict[str, str]:
-    slots = asyncio.Semaphore(AT_ONCE)
+    slots = asyncio.Semaphore(MAX_CONCURRENT)
 
     async def run_in_turn(case: Case) -> tuple[str, str | None]:
         async with slots:
@@ -139,7 +139,7 @@ async def test_each_hostile_input_is_refused_without_a_leak(target):
     # The heap reaches its largest size after a few rounds. With a leak it would grow in every round.
     sizes = [[resident_bytes(pid) for pid in pids]]
     while len(sizes) < 2 or any(after - before > 16 << 20 for before, after in zip(sizes[-2], sizes[-1], strict=True)):
-        assert len(sizes) < MOST_TIMES, sizes
+        assert len(sizes) < MAX_ROUNDS, sizes
         assert await run_all(target.url) == {}
         assert [*target.worker_pids(), target.engine_pid()] == pids
         sizes.append([resident_bytes(pid) for pid in pids])

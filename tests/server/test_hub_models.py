@@ -57,7 +57,7 @@ def test_a_signal_ends_a_download(hub):
         assert process.stdout.read() == ""
 
 
-def test_a_hub_that_can_not_be_reached_is_one_line(hub, monkeypatch):
+def test_offline_mode_without_the_model_fails_with_one_line(hub, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     server = [sys.executable, "-m", "nanovllm_server", "org/model", "--port", "0", "--device", "cpu"]
     done = subprocess.run(server, capture_output=True, text=True, timeout=60)

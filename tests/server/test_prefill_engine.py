@@ -1,4 +1,4 @@
-"""A server with a prefill engine and a decode engine serves on when the prefill engine dies, and leaves nothing."""
+"""A server with a prefill and a decode engine answers after the prefill engine died. No process or file is left."""
 
 import json
 import os

@@ -17,7 +17,7 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
-HOME = Path(__file__).with_name("schemathesis")
+HOOKS_FOLDER = Path(__file__).with_name("schemathesis")
 CASES = 20
 
 
@@ -25,11 +25,11 @@ def test_no_generated_request_causes_a_5xx_or_an_undescribed_answer(tiny_server,
     done = subprocess.run(
         [
             Path(sys.executable).with_name("schemathesis"),
-            *("--config-file", HOME / "schemathesis.toml", "run", f"{tiny_server.url}/openapi.json"),
+            *("--config-file", HOOKS_FOLDER / "schemathesis.toml", "run", f"{tiny_server.url}/openapi.json"),
             *("--max-examples", str(CASES), "--generation-deterministic", "--seed", "1", "--no-color"),
         ],
         cwd=tmp_path,
-        env={**os.environ, "NANOVLLM_MODEL": "tiny", "PYTHONPATH": str(HOME), "SCHEMATHESIS_HOOKS": "hooks"},
+        env={**os.environ, "NANOVLLM_MODEL": "tiny", "PYTHONPATH": str(HOOKS_FOLDER), "SCHEMATHESIS_HOOKS": "hooks"},
         capture_output=True,
         text=True,
         timeout=300,

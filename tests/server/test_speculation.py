@@ -104,12 +104,12 @@ def check_same_answer(expected, actual) -> None:
             ]
             logprobs = [entry.logprob for entry in choice.logprobs.content]
             assert [entry.logprob for entry in other.logprobs.content] == pytest.approx(logprobs, abs=1e-3)
-    assert other_counts(actual.usage) == other_counts(expected.usage)
+    assert token_counts(actual.usage) == token_counts(expected.usage)
     details = expected.usage.completion_tokens_details
     assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (0, 0)
 
 
-def other_counts(usage) -> tuple[int, int, int]:
+def token_counts(usage) -> tuple[int, int, int]:
     return usage.prompt_tokens, usage.completion_tokens, usage.total_tokens
 
 
@@ -122,7 +122,7 @@ async def test_simultaneous_answers_are_the_same_with_and_without_drafts(client,
     assert set(json.loads(choice.message.content)) == {"city", "cities"}
 
 
-# The model as its own draft model costs more than it gives, so the engine does not use it.
+# The model as its own draft model costs more time than it saves, so the engine does not use its drafts.
 @pytest.mark.parametrize("speculating_server", ["ngram"], indirect=True)
 async def test_usage_and_metrics_count_the_drafts(client, shallow_server, speculating_server):
     before = draft_totals(speculating_server)

@@ -107,12 +107,12 @@ async def test_required_call_that_is_cut_off_has_no_content(sdk, choice):
         assert await create_streamed(sdk, **fields) == whole
         return bool(calls)
 
-    # The first tokens are the begin of the call's markup, the last of these its arguments.
+    # The first tokens are the begin of the call's markup. Longer answers contain arguments.
     has_calls = await asyncio.gather(*map(check, (1, 2, 5, 8, 16, 32)))
     assert has_calls[0] < has_calls[-1]
 
 
-async def test_a_round_trip_with_a_tool(sdk):
+async def test_a_tool_call_and_its_result_are_in_the_next_prompt(sdk):
     answer = await create(sdk, tools=TOOLS, tool_choice=NAMED)
     message = answer.choices[0].message
     (call,) = message.tool_calls
@@ -153,7 +153,7 @@ async def test_text_matches_its_regex_choice_grammar_or_tag(sdk, fields, pattern
     assert await create_streamed(sdk, **fields) == whole
 
 
-async def test_several_choices_seeds_and_logprobs(sdk):
+async def test_constrained_choices_repeat_with_their_seed_and_have_logprobs(sdk):
     wanted = {"type": "json_schema", "json_schema": {"name": "call", "schema": PARAMETERS}}
     fields = {"n": 2, "seed": 3, "temperature": 1.0, "logprobs": True, "top_logprobs": 2, "response_format": wanted}
     first, second = await asyncio.gather(create(sdk, **fields), create(sdk, **fields))
@@ -166,10 +166,10 @@ async def test_several_choices_seeds_and_logprobs(sdk):
     assert len({choice.message.content for choice in first.choices}) == 2
 
 
-async def test_constrained_answers_do_not_change_a_free_one(sdk):
+async def test_constrained_answers_do_not_change_an_unconstrained_answer(sdk):
     alone = summarize(await create(sdk, max_tokens=30))
-    held = [create(sdk, tools=TOOLS, tool_choice=NAMED) for _ in range(3)]
-    *calls, free = await asyncio.gather(*held, create(sdk, max_tokens=30))
+    constrained = [create(sdk, tools=TOOLS, tool_choice=NAMED) for _ in range(3)]
+    *calls, free = await asyncio.gather(*constrained, create(sdk, max_tokens=30))
     assert summarize(free) == alone
     assert len({summarize(call)[1][0] for call in calls}) == 1
 
@@ -218,7 +218,7 @@ async def test_constraints_that_can_not_be_enforced_are_a_400(sdk, fields, param
 
 @pytest.mark.slow
 async def test_reasoning_is_unconstrained_and_has_a_budget(run_server, shallow_model, tmp_path):
-    # The tokenizer has other names for two special tokens.
+    # This model's tokenizer has the special tokens <think> and </think>.
     model = tmp_path / "thinking"
     model.mkdir()
     for file in shallow_model.iterdir():
@@ -233,8 +233,8 @@ async def test_reasoning_is_unconstrained_and_has_a_budget(run_server, shallow_m
     flags = ("--max-model-len", "1024", "--cpu-cache-gib", "0.1", "--chat-template", str(template))
     with run_server(model, *flags, "--served-model-name", MODEL) as server:
         async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0, timeout=120) as sdk:
-            held = ({"tools": TOOLS, "tool_choice": NAMED}, structured_outputs(choice=["sunny", "rainy"]))
-            for fields in (*held, {"max_tokens": 30}):
+            constrained = ({"tools": TOOLS, "tool_choice": NAMED}, structured_outputs(choice=["sunny", "rainy"]))
+            for fields in (*constrained, {"max_tokens": 30}):
                 extra = {**fields.pop("extra_body", {}), "max_reasoning_tokens": 12}
                 answer = await create(sdk, **fields, extra_body=extra)
                 message = answer.choices[0].message

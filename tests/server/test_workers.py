@@ -162,7 +162,7 @@ async def test_a_dead_worker_is_replaced(pair):
             await asyncio.sleep(0.05)
     assert other in pids
     assert victim not in pids
-    # Either worker may get a connection; one for the replaced worker waits for its successor.
+    # Either worker may get a connection. A connection to the dead worker waits for its replacement.
     for _ in range(8):
         assert (await send_request(pair, max_tokens=2)).usage.completion_tokens == 2
     assert metric_value(pair, "kv_cache_usage_perc") == 0
@@ -174,7 +174,7 @@ async def test_a_dead_worker_is_replaced(pair):
 async def test_a_worker_that_does_not_respond_is_replaced_unless_replacements_die(run_server, tiny_model):
     with run_server(tiny_model, *FLAGS, "--worker-timeout", "2", "--log-format", "json") as server:
         pids = set(server.worker_pids())
-        # The parent misses answers while it is stopped itself.
+        # The parent misses answers of workers while it is stopped, but must not replace workers for this.
         server.process.send_signal(signal.SIGSTOP)
         await asyncio.sleep(2.5)
         server.process.send_signal(signal.SIGCONT)
@@ -189,7 +189,7 @@ async def test_a_worker_that_does_not_respond_is_replaced_unless_replacements_di
         for _ in range(8):
             assert (await send_request(server, max_tokens=1)).usage.completion_tokens == 1
         assert error_events(server) == [WORKER_HANGS, WORKER_DIED]
-        # The server ends if a replacement dies while it starts. A replacement that was ready first is replaced again.
+        # The server ends if a replacement dies while it starts. A replacement that was ready is replaced again.
         engine_pid = server.engine_pid()
         async with asyncio.timeout(120):
             while server.process.poll() is None:
@@ -295,12 +295,13 @@ def kill_workers(server, engine_pid):
     # Once the server has ended, its children can't be listed.
     with suppress(FileNotFoundError, ProcessLookupError):
         for pid in server.worker_pids():
-            # A new child has the memory of its parent until it runs its program, and then may look like the engine.
+            # Until a new child runs its program, it has its parent's memory. worker_pids may take it for the engine.
             if pid != engine_pid:
                 os.kill(pid, signal.SIGKILL)
 
 
 def has_rings(pid):
+    """Whether the process has the shared memory in which workers exchange encodings."""
     try:
         return "nanovllm-rings" in Path(f"/proc/{pid}/maps").read_text()
     except FileNotFoundError:

@@ -34,10 +34,9 @@ def read_cases(path: Path | None) -> list[Named]:
     """Read the schemas of all corpora from a file that `--save` wrote, or from their sources if `path` is None."""
     if path is not None:
         return [Named(**case) for case in json.loads(path.read_text())]
-    import corpora
+    from corpora import CORPUS_LOADERS
 
-    made = {"suite": corpora.suite, "tools": corpora.tools, "real": corpora.real}
-    return [Named(name, case.name, case.schema) for name in CORPORA for case in made[name]()]
+    return [Named(name, case.name, case.schema) for name in CORPORA for case in CORPUS_LOADERS[name]()]
 
 
 def questions(cases: list[Named], corpora: list[str], ways: list[Way], limit: int | None) -> list[Question]:
@@ -143,9 +142,9 @@ def record(outcome: Outcome) -> dict[str, object]:
 def main() -> int:
     """Ask, print the table, and return 1 if anything is wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--url", help="of a server that runs, such as http://127.0.0.1:8000")
+    parser.add_argument("--url", help="URL of a running server, such as http://127.0.0.1:8000")
     parser.add_argument("--corpus", nargs="+", choices=CORPORA, default=list(CORPORA))
-    parser.add_argument("--way", nargs="+", choices=WAYS, default=list(WAYS), help="what schemas are asked for as")
+    parser.add_argument("--way", nargs="+", choices=WAYS, default=list(WAYS), help="how a request uses a schema")
     parser.add_argument("--limit", type=int, help="schemas of each corpus, evenly spread")
     parser.add_argument("--concurrency", type=int, default=16)
     parser.add_argument("--max-tokens", type=int, default=400)
@@ -168,7 +167,7 @@ def main() -> int:
     if options.outcomes is not None:
         options.outcomes.write_text(json.dumps([record(outcome) for outcome in outcomes]))
     amid = Counter(outcome.detail for outcome in outcomes if outcome.verdict in ("cut", "run away"))
-    print("cut amid:", ", ".join(f"{name} {count}" for name, count in amid.most_common()) or "nothing")
+    print("cut inside:", ", ".join(f"{name} {count}" for name, count in amid.most_common()) or "nothing")
     return int(any(outcome.verdict in FAILURES for outcome in outcomes))
 
 

@@ -30,7 +30,7 @@ WAYS: tuple[Way, ...] = ("answer", "required", "named")
 Verdict = Literal["valid", "refused", "no object", "limit", "cut", "run away", "invalid", "broken"]
 VERDICTS: tuple[Verdict, ...] = ("valid", "refused", "no object", "limit", "cut", "run away", "invalid", "broken")
 FAILURES: frozenset[Verdict] = frozenset({"run away", "invalid", "broken"})
-# Characters of the schema in the prompt of an answer. The server itself shows functions, completely.
+# Maximum characters of a schema in the prompt of the way "answer". The server itself adds functions to the prompt.
 SHOWN = 500
 TIMEOUT_S = 1800
 NUM_TOP_LOGPROBS = 20
@@ -47,7 +47,7 @@ class Named:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One request. named: its schemas; with functions, an answer must meet the schemas of those that it calls."""
+    """One request. named: the schema of the answer, or the schema of the parameters of each function."""
 
     way: Way
     named: tuple[Named, ...]
@@ -121,7 +121,7 @@ class Client:
     def likeliest_tokens(self, question: Question, seed: int) -> list[dict[int, float]]:
         """Send a question again. Return the likeliest tokens at each place of the answer, with log-probabilities.
 
-        Grammar, temperature and seed change only the tokens before a place.
+        The log-probabilities are those before grammar and temperature, but depend on the tokens before the place.
         """
         options = {"logprobs": True, "top_logprobs": NUM_TOP_LOGPROBS, "return_tokens_as_token_ids": True}
         status, body = self._exchange("POST", "/v1/chat/completions", {**self._request(question, seed), **options})
@@ -206,7 +206,7 @@ def judge(question: Question, status: int, body: Any) -> tuple[Verdict, str, str
         # Only the last call can be incomplete.
         problem = next((found for found in map(_problem, answers[:-1]) if found), None)
         return ("invalid", problem, text) if problem else (*_cut(tail), text)
-    if reason != _reason(question.way):
+    if reason != _expected_finish_reason(question.way):
         return "invalid", f"finish_reason {reason}", text
     if not answers:
         return "invalid", "nothing was called", text
@@ -214,7 +214,7 @@ def judge(question: Question, status: int, body: Any) -> tuple[Verdict, str, str
     return ("invalid", problem, text) if problem else ("valid", "", text)
 
 
-def _reason(way: Way) -> str:
+def _expected_finish_reason(way: Way) -> str:
     return "tool_calls" if way == "required" else "stop"
 
 

@@ -28,17 +28,17 @@ class Case:
     invalid: list[Any] = field(default_factory=list)
 
 
-def suite() -> list[Case]:
+def load_suite() -> list[Case]:
     """Return the official suite of draft 2020-12."""
     return [Case(**case) for case in _load("json_schema_test_suite.json.gz")]
 
 
-def tools() -> list[Case]:
+def load_tool_parameters() -> list[Case]:
     """Return schemas of function parameters, as people write them for models."""
     return [Case(**case) for case in _load("bfcl.json.gz")]
 
 
-def real() -> list[Case]:
+def load_package_schemas() -> list[Case]:
     """Return schemas of installed packages: files, parts of files, and pydantic models."""
     return [*_files(), *_models("openai.types.chat"), *_models("openai.types.fine_tuning")]
 
@@ -79,3 +79,7 @@ def _models(package: str) -> Iterator[Case]:
                 yield Case(f"{module.name}: {name}", kind.model_json_schema())
             except (PydanticInvalidForJsonSchema, PydanticUserError):
                 continue  # pydantic can't describe one of its fields.
+
+
+# Functions that load the corpora, by name.
+CORPUS_LOADERS = {"suite": load_suite, "tools": load_tool_parameters, "real": load_package_schemas}

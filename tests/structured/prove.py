@@ -1,30 +1,34 @@
-"""`python tests/structured/prove.py [WALKS]`: runs the proof over all corpora and prints a table."""
+"""`python tests/structured/prove.py [--walks N] [--corpus NAME ...] [-v]`: runs the proof over corpora of schemas."""
 
+import argparse
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import corpora
+from corpora import CORPUS_LOADERS
 from proof import prove
 from walks import default_walker
 
 
 def main() -> int:
     """Print the outcomes for each corpus; returns 1 if anything is wrong."""
-    walks = int(sys.argv[1]) if len(sys.argv) > 1 else 20
-    names = [name for name in sys.argv[2:] if name != "-v"] or ["suite", "tools", "real"]
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--walks", type=int, default=20, help="texts that each schema's grammar generates")
+    options.add_argument("--corpus", nargs="+", choices=CORPUS_LOADERS, default=list(CORPUS_LOADERS))
+    options.add_argument("-v", action="store_true", dest="is_verbose", help="print refused schemas")
+    arguments = options.parse_args()
     walker = default_walker()
     failed = False
-    for name in names:
-        cases = {"suite": corpora.suite, "tools": corpora.tools, "real": corpora.real}[name]()
-        report = prove(walker, cases, walks)
+    for name in arguments.corpus:
+        cases = CORPUS_LOADERS[name]()
+        report = prove(walker, cases, arguments.walks)
         seconds = {key: round(value, 1) for key, value in report.seconds.items()}
         print(f"{name}: {len(cases)} schemas, {dict(report.counts)}, seconds {seconds}", flush=True)
         print("  refused by:", ", ".join(f"{keyword} {count}" for keyword, count in report.refused.most_common()))
         for line in report.slow:
             print("  SLOW", line)
-        if "-v" in sys.argv:
+        if arguments.is_verbose:
             for line in report.refusals:
                 print("  REFUSED", line[:300])
         for line in report.wrong:

@@ -18,7 +18,7 @@ SUITE = (
     "ref: root pointer ref",
     "not: not",
 )
-# In bf16, other chunks of a prompt may change tokens. Measured times decide the chunks.
+# Measured times decide the chunks of a prompt. In bf16, other chunks may change tokens.
 FLAGS = ("--dtype", "float32", "--max-model-len", "2048", "--cpu-cache-gib", "0.25", "--max-num-seqs", "16")
 
 
@@ -30,13 +30,13 @@ def client(run_server, default_model):
 
 @pytest.fixture(scope="module")
 def outcomes(client):
-    suite = [Named("suite", case.name, case.schema) for case in corpora.suite() if case.name in SUITE]
+    suite = [Named("suite", case.name, case.schema) for case in corpora.load_suite() if case.name in SUITE]
     assert len(suite) == len(SUITE)
-    tools = [Named("tools", case.name, case.schema) for case in corpora.tools()[::1200]]
+    tools = [Named("tools", case.name, case.schema) for case in corpora.load_tool_parameters()[::1200]]
     return ask_all(client, questions([*suite, *tools], ["suite", "tools"], list(WAYS), None), 16)
 
 
-def test_answers_of_a_real_model(outcomes):
+def test_a_real_models_answers_are_valid_cut_off_or_refused(outcomes):
     verdicts = {outcome.verdict for outcome in outcomes}
     assert {"valid", "refused"} <= verdicts <= {"valid", "refused", "no object", "cut"}, outcomes
 

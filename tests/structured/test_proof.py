@@ -21,20 +21,20 @@ def check(report, *, accepted: float) -> None:
     assert report.counts["accepted"] >= accepted * judged, report.refused
 
 
-def test_official_suite(walker):
-    report = prove(walker, corpora.suite(), 2)
+def test_grammars_of_the_official_suite_permit_only_valid_values(walker):
+    report = prove(walker, corpora.load_suite(), 2)
     check(report, accepted=0.8)
     # A grammar may permit less than its schema, but it should permit most of the suite's valid values.
     assert report.counts["valid permitted"] >= 0.5 * report.counts["valid"]
 
 
-def test_tools_as_people_write_them(walker):
-    cases = corpora.tools()
+def test_grammars_of_published_tools_permit_only_valid_arguments(walker):
+    cases = corpora.load_tool_parameters()
     check(prove(walker, cases[::4], 1), accepted=0.98)
     check(prove(walker, cases[2::20], 1, tag=True), accepted=0.98)
 
 
-def test_schemas_of_packages(walker):
+def test_grammars_of_schemas_in_packages_permit_only_valid_values(walker):
     # Each of the largest schemas takes seconds to compile.
-    cases = [case for case in corpora.real() if len(json.dumps(case.schema)) < 20_000]
+    cases = [case for case in corpora.load_package_schemas() if len(json.dumps(case.schema)) < 20_000]
     check(prove(walker, cases[::6], 1), accepted=0.8)

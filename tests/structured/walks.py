@@ -1,6 +1,6 @@
 """Random walks through grammars: texts that xgrammar permits, token by token, with a real tokenizer.
 
-The tests in this folder and `python tests/structured/prove.py` use them.
+test_proof.py and prove.py use them.
 """
 
 import json
@@ -58,7 +58,7 @@ class Walker:
         return self.compiler.compile_grammar(write_json_rules(spec))
 
     def walk(self, grammar: xgrammar.CompiledGrammar, rng: random.Random, hints: list[str] | None = None) -> Walk:
-        """Walk once. The mask allows every token; after a while, tokens that close the text are preferred.
+        """Walk once, with random tokens of the mask. After a while, tokens that close the text are preferred.
 
         hints: texts that a random walk would not find, such as a string that a pattern needs; tried in long walks.
         """

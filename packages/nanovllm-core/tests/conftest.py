@@ -6,7 +6,7 @@ from grammars import SharedVetter
 
 @pytest.fixture(scope="session")
 def vetter() -> Iterator[SharedVetter]:
-    """One process that tries grammars for all tests that need no limits of their own."""
+    """One process that vets grammars, for all tests that set no limits of their own."""
     vetter = SharedVetter()
     yield vetter
     vetter.end()

@@ -1,4 +1,4 @@
-"""The README's foreign project, run as its reader would: in a clean environment with nanovllm-core alone."""
+"""Runs the example project of the README as a reader would: in a clean environment with nanovllm-core alone."""
 
 import os
 import re
@@ -20,14 +20,14 @@ def example() -> str:
 def uv(*arguments: str, cwd: Path) -> str:
     # `uv run` names itself in UV, so that a test need not rely on the PATH.
     program = os.environ.get("UV") or shutil.which("uv")
-    assert program, "uv is needed: run the tests by `uv run pytest`"
+    assert program, "uv is needed: run the tests with `uv run pytest`"
     environment = {name: value for name, value in os.environ.items() if name != "VIRTUAL_ENV"}
     done = subprocess.run([program, *arguments], cwd=cwd, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-def test_it_is_short():
+def test_readme_example_is_short():
     assert len(example().splitlines()) < 60
 
 
@@ -36,12 +36,12 @@ def test_readme_example_runs_with_core_alone(tmp_path):
     (tmp_path / "toy.py").write_text(example())
     uv("venv", "--quiet", "env", cwd=tmp_path)
     python = str(tmp_path / "env" / "bin" / "python")
-    # The torch that the workspace is locked to, which is in uv's cache already.
+    # The workspace's lock file has this version of torch, so uv's cache has it already.
     uv("pip", "install", "--quiet", "--python", python, "torch==2.11.0", str(KERNELS), str(CORE), cwd=tmp_path)
     names = {line.split()[0] for line in uv("pip", "list", "--python", python, cwd=tmp_path).splitlines()[2:]}
     assert "nanovllm-core" in names
     assert not names & {"quart", "nanovllm-models", "nanovllm-server"}
-    # These are there only because xgrammar asks for them, which is for grammars: nothing else may need them.
+    # Only xgrammar, which compiles grammars, requires these packages. Nothing else may need them.
     uv("pip", "uninstall", "--quiet", "--python", python, "transformers", "tokenizers", cwd=tmp_path)
     done = subprocess.run([python, "-W", "error", "toy.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

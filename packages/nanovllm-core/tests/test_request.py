@@ -27,14 +27,14 @@ def test_any_sequence_of_integers_becomes_a_read_only_int32_array(ids):
     assert found.tobytes() == np.array([3, 1, 2], np.int32).tobytes()
 
 
-def test_no_token_ids_are_an_empty_int32_array():
+def test_an_empty_sequence_becomes_an_empty_int32_array():
     assert (as_token_ids([]).tolist(), as_token_ids([]).dtype) == ([], np.int32)
 
 
 @pytest.mark.parametrize(
     "ids", [[1.0], [True], ["a"], "12", [None], [[1, 2]], 5, [1 << 31], [-(1 << 31) - 1], [1 << 70], np.array([1.5])]
 )
-def test_token_ids_beyond_int32_are_refused(ids):
+def test_values_that_are_not_int32_token_ids_are_refused(ids):
     with pytest.raises(RequestError) as caught:
         Request("r", ids)
     assert caught.value.field == "prompt"

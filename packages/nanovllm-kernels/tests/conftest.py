@@ -1,4 +1,4 @@
-"""Shared fixtures: batches over a cache filled with NaN, and reference loops in float64."""
+"""Shared fixtures: batches whose unfilled cache slots hold NaN, and reference loops in float64."""
 
 import math
 import os
@@ -16,29 +16,29 @@ from nanovllm_kernels import fp8
 from nanovllm_kernels.linear_attention import CHECKPOINT_INTERVAL, DeltaWeights, StateBatch, plan_states
 from nanovllm_kernels.platform import has_triton
 
-KERNELS = Path(__file__).parent / "kernels"
-# These files take about half of the total time, so that two processes take equally long.
-FIRST_HALF_FILES = tuple(KERNELS / f"test_{name}.py" for name in ("attention", "gemm", "mla", "sampling"))
-INTERPRETER = Path(__file__).with_name("test_interpreter.py")
-INTERPRETED = pytest.StashKey[dict[str, subprocess.Popen[str]]]()
+KERNEL_TESTS = Path(__file__).parent / "kernels"
+# These files take about half of the time of all kernel tests, so the two interpreter processes end together.
+FIRST_HALF_FILES = tuple(KERNEL_TESTS / f"test_{name}.py" for name in ("attention", "gemm", "mla", "sampling"))
+INTERPRETER_TEST_FILE = Path(__file__).with_name("test_interpreter.py")
+INTERPRETER_PROCESSES = pytest.StashKey[dict[str, subprocess.Popen[str]]]()
 
 
 # trylast: run after pytest has sorted tests by fixtures.
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Move the tests that wait for the interpreter to the end."""
-    items.sort(key=lambda item: item.path == INTERPRETER)
+    """Run the tests of `test_interpreter` last, because they wait for other processes."""
+    items.sort(key=lambda item: item.path == INTERPRETER_TEST_FILE)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Start the processes that `test_interpreter` waits for, if it was collected."""
-    is_collected = any(item.path == INTERPRETER for item in session.items)
+    is_collected = any(item.path == INTERPRETER_TEST_FILE for item in session.items)
     if not is_collected or not has_triton() or session.config.option.collectonly:
         return
-    runs = {"half": FIRST_HALF_FILES, "rest": (KERNELS, *(f"--ignore={file}" for file in FIRST_HALF_FILES))}
-    session.config.stash[INTERPRETED] = {
+    runs = {"half": FIRST_HALF_FILES, "rest": (KERNEL_TESTS, *(f"--ignore={file}" for file in FIRST_HALF_FILES))}
+    session.config.stash[INTERPRETER_PROCESSES] = {
         name: subprocess.Popen(
-            # nice: let other processes have the core first.
+            # nice: other processes get the cores first.
             ["nice", "-n", "19", sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments],
             cwd=session.config.rootpath,
             env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
@@ -52,7 +52,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Kill processes that are still running."""
-    for process in session.config.stash.get(INTERPRETED, {}).values():
+    for process in session.config.stash.get(INTERPRETER_PROCESSES, {}).values():
         with process:
             process.kill()
 
@@ -60,7 +60,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 @pytest.fixture
 def interpreted(request: pytest.FixtureRequest) -> dict[str, subprocess.Popen[str]]:
     """Return the processes that run the kernels' tests under the interpreter."""
-    return request.config.stash[INTERPRETED]
+    return request.config.stash[INTERPRETER_PROCESSES]
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def make_batch(
     dtype: torch.dtype,
     device: str = "cpu",
 ) -> PagedBatch:
-    """Make requests of (query_len, seq_len), decodes first. Unfilled slots hold NaN."""
+    """Make requests of (query_len, seq_len). Unfilled slots hold NaN. `num_decodes` counts only the leading decodes."""
     generator = torch.Generator().manual_seed(len(lengths) + head_dim)
     pages = [-(-seq_len // page_size) for _, seq_len in lengths]
     num_blocks = sum(pages) + 3
@@ -115,7 +115,7 @@ def make_batch(
 
 
 def make_quantized(batch: PagedBatch) -> PagedBatch:
-    """Return `batch` with an FP8 cache of keys and values of many magnitudes; unfilled slots have infinite scales."""
+    """Scale the cache to many magnitudes and quantise it to FP8. Unfilled slots get infinite scales."""
     num_pages, page_size, num_cached, _ = batch.kv_cache.shape
     generator = torch.Generator().manual_seed(num_pages)
     sizes = torch.rand((num_pages, page_size, num_cached), generator=generator)
@@ -151,7 +151,7 @@ def attend_naively(batch: PagedBatch) -> Tensor:
 
 @dataclass(frozen=True)
 class LatentBatch(PagedBatch):
-    """A batch of latent attention, whose cache holds one head of latents and key parts, and no values."""
+    """A batch of latent attention. Each cached row is a latent and the rotated part of a key. No values are cached."""
 
     expansion: Tensor | None = None
 
@@ -188,7 +188,7 @@ def make_latent_batch(
 
 
 def quantize_latents(batch: LatentBatch) -> LatentBatch:
-    """Return `batch` with an FP8 cache of rows of many magnitudes; unfilled slots have infinite scales."""
+    """Scale the cached rows to many magnitudes and quantise them to FP8. Unfilled slots get infinite scales."""
     num_pages, page_size, _, _ = batch.kv_cache.shape
     sizes = torch.rand((num_pages, page_size, 1), generator=torch.Generator().manual_seed(num_pages)) * -6
     kv = batch.kv_cache.float() * sizes.to(batch.q.device).exp2().unsqueeze(-1)
@@ -237,7 +237,7 @@ def naive_latents() -> Callable[[LatentBatch], Tensor]:
 
 @dataclass(frozen=True)
 class StateCase:
-    """A step of one recurrent layer, with the shapes of `gated_delta_net`. saves: pairs per request."""
+    """A step of one recurrent layer, as for `gated_delta_net`. checkpoints: (position, slot) pairs of each request."""
 
     qkvz: Tensor
     ba: Tensor
@@ -249,7 +249,7 @@ class StateCase:
     checkpoints: Sequence[Sequence[tuple[int, int]]]
 
     def plan(self, backend: str, *, known: bool = True) -> StateBatch:
-        """known: whether the host knows which requests are decodes."""
+        """Plan the step. known: whether the host knows the number of decodes."""
         counts = [count for count, _ in self.lengths]
         pairs = [[*pairs, (0, 0), (0, 0)][:2] for pairs in self.checkpoints]
         device = self.qkvz.device
@@ -275,7 +275,7 @@ def make_states(
     state_dtype: torch.dtype = torch.float32,
     device: str = "cpu",
 ) -> StateCase:
-    """Make requests of (query_len, seq_len), decodes first, with all possible saves.
+    """Make requests of (query_len, seq_len), decodes first. Each saves its last two possible checkpoints.
 
     Unfilled slots, and parts of slots that must not be read, hold NaN.
     """

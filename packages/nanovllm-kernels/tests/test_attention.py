@@ -91,13 +91,13 @@ REQUESTS = [
 ]
 
 
-@pytest.mark.skipif(not has_numba(), reason="there are no kernels in Numba")
+@pytest.mark.skipif(not has_numba(), reason="needs Numba")
 @pytest.mark.usefixtures("threads", "bf16_units")
 @pytest.mark.parametrize("requests", REQUESTS)
 @pytest.mark.parametrize(("heads", "page_size"), [((9, 3, 64), 16), ((8, 1, 80), 32), ((2, 2, 18), 4)])
 def test_bf16_cache_is_computed_in_float32(paged_batch, naive_attention, requests, heads, page_size):
     if not computes_rows_in_float32(sum(query_len for query_len, _ in requests)):
-        pytest.skip("torch attends with so many queries here")
+        pytest.skip("with this many queries, this CPU uses torch instead of the Numba kernel")
     num_heads, num_kv_heads, head_dim = heads
     batch = paged_batch(
         requests,
@@ -113,13 +113,13 @@ def test_bf16_cache_is_computed_in_float32(paged_batch, naive_attention, request
     torch.testing.assert_close(out.double(), naive_attention(batch), atol=2e-6, rtol=0)
 
 
-@pytest.mark.skipif(not has_numba(), reason="there are no kernels in Numba")
+@pytest.mark.skipif(not has_numba(), reason="needs Numba")
 @pytest.mark.usefixtures("threads", "bf16_units")
 def test_query_result_does_not_depend_on_chunk_or_batch(paged_batch):
     shape = {"num_heads": 6, "num_kv_heads": 2, "head_dim": 64, "page_size": 16, "dtype": torch.bfloat16}
     batch = paged_batch([(1, 33), (150, 150)], **shape)
     if not computes_rows_in_float32(151):
-        pytest.skip("torch attends with so many queries here")
+        pytest.skip("with this many queries, this CPU uses torch instead of the Numba kernel")
     batch = replace(batch, q=torch.randn(batch.q.shape))
     full_out = attend(batch)
     for chunk_len in (1, 2, 7, 64, 149):

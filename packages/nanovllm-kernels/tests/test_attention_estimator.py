@@ -1,4 +1,4 @@
-"""Tests the estimate of how long a step's prompts attend, in pairs of tokens."""
+"""Tests the estimate of the attention time of a step's prompt chunks, in (query, key) pairs."""
 
 import pytest
 

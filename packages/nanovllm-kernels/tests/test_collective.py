@@ -22,7 +22,7 @@ TIMEOUT_S = 300
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_collectives_of_cpu_ranks(size):
+def test_collectives_are_correct_on_cpu_ranks(size):
     run_ranks(check_on_cpu, size, "cpu", timeout_s=TIMEOUT_S)
 
 

@@ -16,7 +16,7 @@ pytestmark = [
 ]
 
 SHARED_MEMORY = 227 * 1024
-INT32, INT64, FLOAT, BFLOAT, FP8, BYTES = "*i32", "*i64", "*fp32", "*bf16", "*fp8e4nv", "*u8"
+INT32, INT64, FLOAT, BFLOAT, FP8, BYTES = "*i32", "*i64", "*fp32", "*bf16", "*fp8e4nv", "*u8"  # pointer types
 STEP = dict.fromkeys(
     ["rows_ptr", "query_start_loc_ptr", "tokens_ptr", "num_computed_ptr", "block_table_ptr", "block_tables_ptr"], INT32
 ) | dict.fromkeys(["input_ids_ptr", "seq_lens_ptr", "sampled_ptr", "is_sampled_ptr", "counts_ptr"], INT32)
@@ -229,7 +229,7 @@ KERNELS = [
 
 
 def compile_kernel(kernel, types, constants, num_warps, num_stages=3, multiples=(), **options):
-    """multiples: arguments besides strides that are multiples of 16. options: of the launch."""
+    """Compile for Hopper. multiples: arguments besides strides that are multiples of 16. options: of the launch."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -252,7 +252,7 @@ def compile_kernel(kernel, types, constants, num_warps, num_stages=3, multiples=
 
 
 def check_conversions(sass):
-    """Assert that conversions to FP8 write whole words, and that none converts a constant.
+    """Assert that conversions to FP8 write whole words, and that no conversion has a constant operand.
 
     The assembler miscompiles values that it knows to be equal or zero, see `moe.triton_matvec`.
     """
@@ -291,7 +291,7 @@ WORK_LIST = {"tile_first_blocks_ptr": INT64, "tiles_ptr": INT32, "parts_ptr": IN
 
 
 def compile_tile(kernel, types, constants, config):
-    """Compile as launched, and assert that as many programs fit on a multiprocessor as work lists assume."""
+    """Compile with the options of a launch, and assert that `config.ctas_per_sm` programs fit on a multiprocessor."""
     options = {"num_stages": config.num_stages, "maxnreg": config.max_registers, "launch_pdl": True}
     compiled = compile_kernel(kernel, types, constants, config.num_warps, **options)
     assert compiled.metadata.shared * config.ctas_per_sm <= SHARED_MEMORY
@@ -300,7 +300,7 @@ def compile_tile(kernel, types, constants, config):
 
 HEAD_DIMS = (64, 80, 128, 256)
 ATTENTION_CASES = [*itertools.product(HEAD_DIMS, (False, True), (BFLOAT,), (BFLOAT, FP8))]
-# Kernels in float32 take longest to compile, and no model is served in float32 by default: every pair of values occurs.
+# Float32 kernels take longest to compile and are rarely used, so not all combinations occur, but all pairs of values.
 ATTENTION_CASES += [
     (head_dim, (index % 2 == 0) == (cached == FLOAT), FLOAT, cached)
     for index, head_dim in enumerate(HEAD_DIMS)
@@ -377,12 +377,12 @@ def test_latent_attention_of_whole_prompts_compiles(dtype, size):
 
 
 @pytest.mark.parametrize(("dtype", "size"), [(BFLOAT, 2), (FLOAT, 4)])
-@pytest.mark.parametrize(("depth", "columns", "turned"), [(128, 512, False), (512, 128, True)])
-def test_head_projections_compile(dtype, size, depth, columns, turned):
+@pytest.mark.parametrize(("depth", "columns", "is_transposed"), [(128, 512, False), (512, 128, True)])
+def test_head_projections_compile(dtype, size, depth, columns, is_transposed):
     from nanovllm_kernels.attention.mla import triton_head_projection
 
     tile = triton_head_projection.PRODUCT_TILES[size]
-    constants = {"K": depth, "N": columns, "weight_stride_k" if turned else "weight_stride_n": 1}
+    constants = {"K": depth, "N": columns, "weight_stride_k" if is_transposed else "weight_stride_n": 1}
     constants |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k}
     types = dict.fromkeys(["x_ptr", "weight_ptr", "out_ptr"], dtype) | {"num_projected_ptr": INT32}
     kernel = triton_head_projection._project_heads
@@ -466,7 +466,7 @@ def test_block_fp8_uses_fp8_tensor_cores(num_rows, num_columns, gated):
 
     groups = 32
     config = tiles.block_fp8_config(num_rows, num_columns, groups, gated=gated, may_split=True)
-    # Gated products follow a norm.
+    # Gated products follow a norm, and the kernel of the norm quantises their inputs.
     fused = num_rows <= tiles.MAX_FUSED_FP8_ROWS and not gated
     constants = {
         "K": groups * 128,
@@ -594,7 +594,7 @@ def compile_cute(head_dim, group, queries, page_size, dtype, cached, tmp_path):
     shape = DecodeShape(
         getattr(cutlass, dtype), getattr(cutlass, cached), head_dim, group, queries > 1, queries, page_size, *ring
     )
-    # Rings, barriers, the warps' statistics and places, each rounded up; the system reserves the first KiB.
+    # Rings, barriers, and the statistics and addresses of rows, each rounded up. The system reserves the first KiB.
     slot = shape.slot_bytes + shape.scale_bytes + 8
     assert shape.num_warps * (shape.num_stages * slot + 128 + 4) + 256 <= SHARED_MEMORY - 1024
     compiled = cute_decode.compile_decode(shape, f"--gpu-arch sm_90a --keep-ptx --keep-cubin --dump-dir {tmp_path}")
@@ -690,11 +690,11 @@ def test_experts_for_one_token_avoid_miscompiled_loads(num_ranks, name, columns,
     assert "ld.global.v4.b32" in ptx
     # Memory that the previous kernel reads or writes is not accessed before it has ended.
     assert not re.search(r"(ld|st|prefetch)\.global", ptx[: ptx.index("griddepcontrol.wait")])
-    # Exact divisions branch.
+    # Exact divisions contain branches.
     assert "div.rn.f32" not in ptx
     # No load is masked out at compile time, because the assembler miscompiles known zeros.
     assert not re.search(r"mov\.pred\s+%p\d+, 0;", ptx)
-    # Values are rounded to FP8, so that `check_conversions` has checked them.
+    # The code converts to FP8, so `check_conversions` has checked these conversions.
     assert "E4M3.F32.PACK_AB_MERGE_C" in compiled.asm["sass"]
 
 
@@ -743,7 +743,7 @@ def test_specialized_experts_do_not_spill(gated, hidden_size, width):
     assert compiled.metadata.shared <= SHARED_MEMORY
     assert "div.rn.f32" not in compiled.asm["ptx"]
     sass = compiled.asm["sass"]
-    # Sums stay in registers, each half of the rows has one product, and results are stored by sixteen bytes.
+    # Sums stay in registers, each half of the rows has one product, and each store has sixteen bytes.
     assert not re.search(r"\b(STL|LDL)\b", sass)
     assert len(re.findall(r"\bQGMMA\b", sass)) == 2 * kernels.STEP_DEPTH // 32
     assert "UTMALDG" in sass
@@ -784,20 +784,20 @@ def test_gather_of_rows_compiles(partial):
     assert "st.global.v4.b32" in compiled.asm["ptx"]
 
 
-@pytest.mark.parametrize("alone", [True, False])
+@pytest.mark.parametrize("single_part", [True, False])
 @pytest.mark.parametrize("partial", [False, True])
-def test_sort_of_pairs_has_barrier_before_counting(partial, alone):
+def test_sort_of_pairs_has_barrier_before_counting(partial, single_part):
     from nanovllm_kernels.moe import triton_sort
 
     sizes = {"PADDED_EXPERTS": 1024, "PARTIAL": partial, "OVERLAP": True}
-    sizes["BLOCK"] = triton_sort.MAX_SINGLE_PART_PAIRS if alone else triton_sort.SMALL_PART_PAIRS
-    counting, rest = triton_sort._count_pairs, {"SINGLE_PART": alone, "BLOCK_M": 64}
+    sizes["BLOCK"] = triton_sort.MAX_SINGLE_PART_PAIRS if single_part else triton_sort.SMALL_PART_PAIRS
+    counting, rest = triton_sort._count_pairs, {"SINGLE_PART": single_part, "BLOCK_M": 64}
     rest["PARTS_PER_LOAD"] = triton_sort.PARTS_PER_LOAD
     sorting = compile_kernel(triton_sort._sort_pairs, ROUTED, sizes | rest, num_warps=8)
-    if not alone:
+    if not single_part:
         assert "atom.global" not in sorting.asm["ptx"]
     # A barrier separates the counting atomics from the zeros that other threads wrote.
-    ptx = (sorting if alone else compile_kernel(counting, ROUTED, sizes, num_warps=8)).asm["ptx"]
+    ptx = (sorting if single_part else compile_kernel(counting, ROUTED, sizes, num_warps=8)).asm["ptx"]
     assert ptx.rindex("bar.sync", 0, ptx.index("atom.global")) > ptx.rindex("st.global", 0, ptx.index("atom.global"))
 
 

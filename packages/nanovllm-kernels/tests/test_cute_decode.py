@@ -19,7 +19,7 @@ EDGE_LENGTHS = [1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 129, 500, 1000, 2049, 3]
 
 
 def make_decodes(paged_batch, lengths, num_heads, num_kv_heads, head_dim, page_size, dtype=torch.bfloat16):
-    """Make requests of one query. Those of length 0 have a page of NaN; tables end with pages that do not exist."""
+    """Make requests of one query. Block tables end with pages that do not exist, which a kernel must not read."""
     batch = paged_batch(
         [(1, length) for length in lengths],
         num_heads=num_heads,
@@ -72,7 +72,7 @@ def check_tiles(batch, naive_attention):
     assert not workspace.counters.any()
 
 
-# (queries, tokens) of each request: rows that do not see a request's last tokens, steps and pages.
+# (query_len, seq_len): the first queries do not see a request's last tokens, slices (16 tokens) or pages.
 DRAFTS = [(1, 1), (1, 16), (0, 40), (6, 6), (2, 17), (5, 18), (16, 33), (3, 64), (6, 66), (4, 131), (7, 500), (6, 2049)]
 
 

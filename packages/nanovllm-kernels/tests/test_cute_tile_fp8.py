@@ -1,7 +1,7 @@
 """Tests the CuTe DSL kernel's FP8 tile on a warp simulated in numpy: every register is an array of 32 lanes.
 
-This checks, without a GPU, which lane holds which element. The simulated instructions follow PTX's manual; the tile's
-own source runs on them.
+This checks, without a GPU, which lane holds which element. The tile's own source runs, with simulated instructions that
+follow PTX's manual.
 """
 
 import importlib.util

@@ -75,10 +75,10 @@ def test_proposed_drafts_match_a_loop(is_sampled, alphabet, min_match, more_matc
     ("known", "expected"),
     [
         ([1, 2, 3, 9, 1, 2, 3], [9, 1, 2, 3, 9]),
-        ([1, 2, 3, 8, 1, 2, 3, 9, 1, 2, 3], [9, 1, 2, 3, 9]),  # Two equal lengths: the last one.
-        ([0, 1, 2, 3, 8, 1, 2, 3, 9, 0, 1, 2, 3], [8, 1, 2, 3, 9]),  # The first one is longer.
+        ([1, 2, 3, 8, 1, 2, 3, 9, 1, 2, 3], [9, 1, 2, 3, 9]),  # Of two matches of one length, the last counts.
+        ([0, 1, 2, 3, 8, 1, 2, 3, 9, 0, 1, 2, 3], [8, 1, 2, 3, 9]),  # The first match is longer.
         ([7, 7, 7, 7], [7, 7, 7, 7, 7]),  # The occurrences overlap.
-        ([1, 2, 5, 1, 2], None),  # Two tokens only.
+        ([1, 2, 5, 1, 2], None),  # The match has only two tokens.
     ],
 )
 def test_drafts_follow_the_last_longest_match(known, expected):
@@ -90,7 +90,7 @@ def test_drafts_follow_the_last_longest_match(known, expected):
     assert tokens[0].tolist() == known + (expected or [0] * 5) + [0] * 5
 
 
-def test_without_a_match_drafts_are_the_tokens_that_stand_in_the_row():
+def test_without_a_match_drafts_are_the_tokens_already_in_the_row():
     tokens = ints(1, 2, 3, 4, 5, 6).unsqueeze(0)
     drafts, num_proposed = propose_ngrams(
         ints(0), ints(1), TokenTables(tokens, ints(2)), num_drafts=4, min_match=1, max_match=3
@@ -178,7 +178,7 @@ def test_accepted_drafts_and_one_token_are_committed():
 
 
 def test_drafts_are_proposed_and_accepted_until_text_stops_repeating():
-    # A model that repeats the four tokens of the prompt, and ends with 0.
+    # The model repeats the four tokens of the prompt, and ends with 0.
     text = [5, 6, 7, 8] * 3 + [5, 0]
     tokens = torch.zeros((1, 40), dtype=torch.int32)
     tokens[0, :8] = ints(*text[:8])

@@ -82,7 +82,7 @@ def test_rope_and_cache_matches_float64(num_tokens, heads, dims, dtype, float32_
 
     if norm is not None:
         q, k = normed(q, norm.q_weight, norm.eps), normed(k, norm.k_weight, norm.eps)
-    # The two terms may cancel, and each has been rounded by the norm.
+    # The rotation's two terms may cancel, and the norm has rounded each of them.
     close = {"rtol": 2 * RELATIVE[dtype], "atol": 8 * RELATIVE[dtype] if with_norm else 1e-6}
     stays_float32 = computes_rows_in_float32(num_tokens) and float32_qkv and dtype == torch.bfloat16
     assert out.dtype == (torch.float32 if stays_float32 else dtype)
@@ -101,9 +101,9 @@ def test_fp8_rounds_to_nearest(dtype):
     x[:, 0] = sizes[:, 0].to(dtype)
     numbers, exponents = fp8.quantize(x)
     found = fp8.dequantize(numbers, exponents, torch.float32).double()
-    # e4m3 has three mantissa bits; values much smaller than the head's largest have steps of 2^-9 of the scale.
-    steps = torch.maximum(x.double().abs() * 2**-4, (exponents.double() - 127).exp2().unsqueeze(-1) * 2**-10)
-    assert ((found - x.double()).abs() <= steps).all()
+    # e4m3 has three mantissa bits. Values much smaller than the head's largest have steps of 2^-9 of the scale.
+    half_steps = torch.maximum(x.double().abs() * 2**-4, (exponents.double() - 127).exp2().unsqueeze(-1) * 2**-10)
+    assert ((found - x.double()).abs() <= half_steps).all()
     tops = numbers[1:].float().abs().amax(-1)
     # The first row is smaller than the least scale can represent.
     assert ((tops >= 224) & (tops <= 448)).all()

@@ -81,7 +81,7 @@ def test_norm_and_linear_match_float64(dtype, with_bias, num_rows, device):
 @pytest.mark.parametrize(("dtype", "num_rows"), [(torch.float32, 3), (torch.bfloat16, MAX_FLOAT32_ROWS + 1)])
 def test_fused_linear_equals_separate_operators_on_cpu(dtype, num_rows):
     if dtype == torch.bfloat16 and computes_rows_in_float32(num_rows):
-        pytest.skip("one kernel, which rounds nothing in between, takes them")
+        pytest.skip("on this CPU one fused kernel computes this number of rows, without rounding in between")
     x, weight, norm_weight = (torch.randn(shape).to(dtype) for shape in [(num_rows, 64), (40, 64), (64,)])
     packed, norm = pack_linear(weight), prepare_norm_weight(norm_weight)
     pieces = linear(rms_norm(x, norm, 1e-5), packed)
@@ -141,7 +141,7 @@ def test_few_rows_use_panels_beside_a_blocked_weight():
     few = torch.cat([linear(x[i : i + 1], packed, None, residual[i : i + 1].clone()) for i in range(9)])
     product = x.double() @ weight.double().T
     exact = product + residual
-    # Rounded once or twice: the first rounding may be large relative to the sum with the residual.
+    # The kernel rounds once or twice. The first rounding, of the product, may be large relative to the sum.
     for found in (few, many):
         assert ((found - exact).abs() <= 2**-8 * (product.abs() + exact.abs()) + 1e-5).all()
     for num_rows in (1, 9):
@@ -149,14 +149,14 @@ def test_few_rows_use_panels_beside_a_blocked_weight():
         assert linear(x[:num_rows], packed).dtype == expected
 
 
-@pytest.mark.skipif(not has_numba(), reason="there are no kernels in Numba")
+@pytest.mark.skipif(not has_numba(), reason="needs Numba")
 @pytest.mark.usefixtures("threads", "bf16_units")
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 42, 43, 300])
 @pytest.mark.parametrize(("num_columns", "width"), [(1, 1), (2, 7), (5, 576), (96, 33), (130, 1100)])
 @pytest.mark.parametrize("with_bias", [True, False])
 def test_panel_products_are_summed_in_float32(num_rows, num_columns, width, with_bias):
     if not computes_rows_in_float32(num_rows):
-        pytest.skip("so many rows are multiplied by oneDNN here")
+        pytest.skip("on this CPU oneDNN multiplies this number of rows")
     torch.manual_seed(0)
     x, residual = torch.randn(num_rows, width), torch.randn(num_rows, num_columns)
     weight, norm_weight = torch.randn(2 * num_columns, width).bfloat16(), torch.randn(width).bfloat16()
@@ -179,7 +179,7 @@ def test_panel_products_are_summed_in_float32(num_rows, num_columns, width, with
         assert (found - expected).norm() < 2e-6 * (1 + expected.norm())
 
 
-@pytest.mark.skipif(not has_numba(), reason="there are no kernels in Numba")
+@pytest.mark.skipif(not has_numba(), reason="needs Numba")
 @pytest.mark.usefixtures("threads", "bf16_units")
 @pytest.mark.parametrize(("num_columns", "width"), [(96, 576), (70, 1537)])
 def test_panel_result_does_not_depend_on_other_rows(num_columns, width):

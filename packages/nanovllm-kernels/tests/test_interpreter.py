@@ -1,7 +1,7 @@
 """Tests the Triton kernels' own source under Triton's interpreter on the CPU.
 
-Separate processes run it, because an environment variable selects the interpreter when triton is imported. `conftest`
-starts them with the session and waits at its end: they take a minute each, and most other tests leave a core idle.
+Separate processes run `kernels/`, because an environment variable selects the interpreter when triton is imported.
+`conftest` starts the processes before the first test: each takes a minute, and most other tests leave a core idle.
 """
 
 import pytest

@@ -1,4 +1,4 @@
-"""Tests the plain torch of Gated DeltaNet against a float64 recurrence, token by token."""
+"""Tests the plain torch implementation of Gated DeltaNet against a float64 recurrence, token by token."""
 
 from dataclasses import replace
 
@@ -34,28 +34,28 @@ def recur(case):
             mixed = functional.silu((torch.stack(taps) * conv_weight).sum(0)).view(num_k_heads, -1)
             b, a = case.ba[token].double().view(num_k_heads, 2, group).unbind(1)
             z = row[:, channels // num_k_heads :].double()
-            of_token = []
+            head_outs = []
             for head in range(num_v_heads):
-                owner, place = divmod(head, group)
-                q, k, values = mixed[owner].split((k_dim, k_dim, group * v_dim))
+                k_head, index = divmod(head, group)
+                q, k, values = mixed[k_head].split((k_dim, k_dim, group * v_dim))
                 q, k = (x / (x @ x + 1e-6).sqrt() for x in (q, k))
-                v = values.view(group, v_dim)[place]
-                left = torch.exp(-decay[head] * functional.softplus(a[owner, place] + dt_bias[head]))
-                old = state[head] * left
-                state[head] = old + torch.outer((v - old @ k) * b[owner, place].sigmoid(), k)
+                v = values.view(group, v_dim)[index]
+                decay_factor = torch.exp(-decay[head] * functional.softplus(a[k_head, index] + dt_bias[head]))
+                old = state[head] * decay_factor
+                state[head] = old + torch.outer((v - old @ k) * b[k_head, index].sigmoid(), k)
                 o = state[head] @ (q * k_dim**-0.5)
                 o = o / (o.square().mean() + case.weights.eps).sqrt() * norm
-                of_token.append(o * functional.silu(z[owner].view(group, v_dim)[place]))
-            outs.append(torch.cat(of_token))
+                head_outs.append(o * functional.silu(z[k_head].view(group, v_dim)[index]))
+            outs.append(torch.cat(head_outs))
             token += 1
-            for at, where in (*checkpoints, (length, slot)):
-                if at == position + 1:
-                    states[where] = state.clone()
-                    inputs[where] = {p: seen[p] for p in range(max(0, at - width + 1), at)}
+            for end, saved_slot in (*checkpoints, (length, slot)):
+                if end == position + 1:
+                    states[saved_slot] = state.clone()
+                    inputs[saved_slot] = {p: seen[p] for p in range(max(0, end - width + 1), end)}
     return torch.stack(outs), states, inputs
 
 
-SHAPES = {
+LENGTHS = {
     "decodes": [(1, 1), (1, 2), (1, 7), (1, 64), (1, 128), (1, 65)],
     "prompts": [(5, 5), (64, 64), (63, 63), (65, 65), (2, 2), (130, 130)],
     "chunks at odd offsets": [(1, 200), (3, 66), (100, 137), (60, 63), (2, 64), (200, 261)],
@@ -79,7 +79,7 @@ def check(case, **close):
             assert torch.equal(conv[slot, position % conv.shape[1]], row)
 
 
-@pytest.mark.parametrize("lengths", SHAPES.values(), ids=SHAPES.keys())
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
 @pytest.mark.parametrize(
     ("heads", "dims", "width"), [((2, 4), (16, 16), 4), ((1, 3), (8, 24), 2), ((2, 2), (24, 8), 5)]
 )
@@ -87,7 +87,7 @@ def test_chunks_match_token_by_token_recurrence(lengths, heads, dims, width, sta
     check(state_case(lengths, heads=heads, dims=dims, width=width), atol=3e-5, rtol=3e-5)
 
 
-@pytest.mark.parametrize("lengths", [SHAPES["mixed"]])
+@pytest.mark.parametrize("lengths", [LENGTHS["mixed"]])
 def test_bf16_states_match_float64(lengths, state_case):
     case = state_case(lengths, dtype=torch.bfloat16, state_dtype=torch.bfloat16)
     check(case, atol=2e-2, rtol=2e-2)

@@ -159,7 +159,7 @@ def test_block_fp8_experts_match_float64(hidden_size, width):
     seed=st.integers(0, 1 << 20),
 )
 def test_results_of_ranks_add_up(num_tokens, num_experts, num_ranks, dtype, residual, seed):
-    """A rank may have one expert, and no token may choose an expert of the rank."""
+    """Some ranks have one expert, and some ranks have experts that no token chooses."""
     torch.manual_seed(seed)
     if dtype == fp8.DTYPE:
         w13, w2, scales13, scales2, *_ = quantized_experts(num_experts, 130, 40)[0]
@@ -183,7 +183,7 @@ def test_results_of_ranks_add_up(num_tokens, num_experts, num_ranks, dtype, resi
     total = torch.zeros(x.shape, dtype=torch.float64)
     for first, end in pairwise(bounds):
         own = [None if tensor is None else tensor[first:end] for tensor in tensors]
-        result = run(pack_experts(*own, first_id=first, num_all=num_experts))
+        result = run(pack_experts(*own, first_id=first, num_all_experts=num_experts))
         is_unused = ((ids < first) | (ids >= end)).all(1)
         assert torch.equal(result[is_unused], added[is_unused])
         total += result.double() - added.double()
@@ -192,15 +192,15 @@ def test_results_of_ranks_add_up(num_tokens, num_experts, num_ranks, dtype, resi
     assert (total - expected).norm() < tolerance * (expected.norm() + 1)
 
 
-@pytest.mark.parametrize(("first_id", "num_all"), [(-1, 8), (5, 8), (1, None), (0, 3)])
-def test_ids_of_a_rank_outside_all_experts_are_rejected(first_id, num_all):
+@pytest.mark.parametrize(("first_id", "num_all_experts"), [(-1, 8), (5, 8), (1, None), (0, 3)])
+def test_ids_of_a_rank_outside_all_experts_are_rejected(first_id, num_all_experts):
     with pytest.raises(ValueError, match=f"first_id={first_id}"):
-        pack_experts(torch.randn(4, 8, 16), torch.randn(4, 16, 4), first_id=first_id, num_all=num_all)
+        pack_experts(torch.randn(4, 8, 16), torch.randn(4, 16, 4), first_id=first_id, num_all_experts=num_all_experts)
 
 
 def test_a_rank_without_experts_is_rejected():
     with pytest.raises(ValueError, match="at least one expert"):
-        pack_experts(torch.randn(0, 8, 16), torch.randn(0, 16, 4), first_id=2, num_all=4)
+        pack_experts(torch.randn(0, 8, 16), torch.randn(0, 16, 4), first_id=2, num_all_experts=4)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 8, 9, 32, 33, 511, 512, 4096])
@@ -212,7 +212,7 @@ def test_each_rank_chooses_the_kernel_of_all_experts(num_tokens, quantized, monk
     device, scales = torch.device("cuda"), torch.empty(1) if quantized else None
     w13, w2 = torch.empty(256, 2, 1), torch.empty(1).expand(256, 512, 128)
     whole = pack_experts(w13, w2, scales, scales)
-    own = pack_experts(w13[:64], w2[:64], scales, scales, first_id=64, num_all=256)
+    own = pack_experts(w13[:64], w2[:64], scales, scales, first_id=64, num_all_experts=256)
     kernels = {policy.choose_kernel(num_tokens, 8, each, torch.bfloat16, device) for each in (whole, own)}
     assert len(kernels) == 1
     assert ("specialized" in kernels) == (quantized and num_tokens >= 512)
@@ -221,13 +221,13 @@ def test_each_rank_chooses_the_kernel_of_all_experts(num_tokens, quantized, monk
 @pytest.mark.parametrize("shared", ["none", "gated"])
 @pytest.mark.parametrize("first_id", [0, 2])
 def test_compiled_experts_match_eager_experts(first_id, shared):
-    """With all experts, and with the last experts only."""
+    """The experts are all 7, or the last 5 on one of several ranks."""
     w13, w2, bias = torch.randn(7, 32, 16), torch.randn(7, 16, 16), torch.randn(6)
     routing = Routing(2, "sigmoid", num_groups=2, top_groups=1, shared=shared)
 
     def layer(x: Tensor, logits: Tensor) -> Tensor:
         weights, ids = route(logits, routing, bias)
-        experts = pack_experts(w13[first_id:], w2[first_id:], first_id=first_id, num_all=7)
+        experts = pack_experts(w13[first_id:], w2[first_id:], first_id=first_id, num_all_experts=7)
         return fused_experts(x, experts, ChosenExperts(weights, ids), x)
 
     x, logits = torch.randn(5, 16), torch.randn(5, 6 + (shared == "gated"))

@@ -31,10 +31,10 @@ def spun():
 before = spun()
 with ShortSpins():
     during = spun()
-# If other processes use the cores, some long spins end before they are measured, and the runtime wakes more often.
+# Other busy processes make some measurements of long spins too short, and some of short spins too long.
 print(before[-1], during[len(during) // 2], spun()[-1])
 """
-# A busy process per core, which begin while this process rests.
+# Starts a busy process per core while this process is idle.
 WATCH = """
 import subprocess, sys, time
 from nanovllm_kernels.openmp_spinning import SpinControl
@@ -88,47 +88,47 @@ def test_wait_policy_of_the_user_is_kept(name, value):
 
 @pytest.fixture
 def control(monkeypatch):
-    """Return a control on two cores with two threads that does not look by itself, and the list of its changes."""
-    done = []
+    """Return a control that samples nothing itself, for two threads on two cores, and the list of its changes."""
+    changes = []
 
     class Recorded:
         def __init__(self):
-            done.append("short")
+            changes.append("short")
 
         def __exit__(self, *_):
-            done.append("long")
+            changes.append("long")
 
     monkeypatch.setattr(openmp_spinning, "ShortSpins", Recorded)
     monkeypatch.setattr(openmp_spinning.torch, "get_num_threads", lambda: 2)
     monkeypatch.setattr(openmp_spinning.os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
-    return openmp_spinning.SpinControl(is_on=False), done
+    return openmp_spinning.SpinControl(is_on=False), changes
 
 
 def test_spins_are_short_while_another_process_is_busy(control):
-    spins, done = control
+    spins, changes = control
     for cores in (0.0, 0.3, 1.0, 0.9, 0.3, 2.0):
         spins.adapt(cores)
-    assert (spins.is_short, done) == (True, ["short"])
+    assert (spins.is_short, changes) == (True, ["short"])
     spins.adapt(0.1)
     spins.adapt(0.1)
-    assert (spins.is_short, done) == (False, ["short", "long"])
+    assert (spins.is_short, changes) == (False, ["short", "long"])
     spins.adapt(1.0)
     spins.close()
     spins.close()
-    assert done == ["short", "long"] * 2
+    assert changes == ["short", "long"] * 2
 
 
 def test_other_processes_may_use_idle_cores_without_effect(control, monkeypatch):
-    spins, done = control
+    spins, changes = control
     monkeypatch.setattr(openmp_spinning.os, "sched_getaffinity", lambda _: {0, 1, 2})
     spins.adapt(1.0)
-    assert done == []
+    assert changes == []
     spins.adapt(1.5)
-    assert done == ["short"]
+    assert changes == ["short"]
 
 
 def test_use_of_the_cores_is_watched_without_any_step(control, monkeypatch):
-    _, done = control
+    _, changes = control
     monkeypatch.setattr(openmp_spinning, "SAMPLE_INTERVAL_S", 0.001)
     is_over = threading.Event()
 
@@ -142,22 +142,22 @@ def test_use_of_the_cores_is_watched_without_any_step(control, monkeypatch):
     spins = openmp_spinning.SpinControl()
     assert is_over.wait(10)
     spins.close()
-    assert done == ["short", "long"]
+    assert changes == ["short", "long"]
 
 
 @needs_openmp
-def test_threads_sleep_soon_after_a_neighbour_has_begun():
-    """Also without steps, so that the first request beside a busy process is not slowed by each barrier."""
+def test_spins_become_short_soon_after_other_processes_begin():
+    """This also holds before the first step. Otherwise each barrier of the first request would be slow."""
     code = WATCH.replace("NEIGHBOURS", str(len(os.sched_getaffinity(0))))
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 def test_disabled_control_does_nothing(control, monkeypatch):
-    _, done = control
+    _, changes = control
     monkeypatch.setattr(openmp_spinning, "_sample_cpu_use", lambda: pytest.fail("it looked"))
     off = openmp_spinning.SpinControl(is_on=False)
     off.close()
-    assert done == []
+    assert changes == []
 
 
 @pytest.mark.parametrize(("priority", "ticks"), [(0, 100 + 30 + 5 + 6), (5, 100 + 20 + 30 + 5 + 6)])

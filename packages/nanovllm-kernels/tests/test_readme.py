@@ -13,5 +13,5 @@ def test_readme_example_runs():
     try:
         exec(compile(example, str(README), "exec"), {})
     finally:
-        # None instead of the previous device: with any default device every torch call goes through Python.
+        # Reset to None, not to the previous device: with any default device, every torch call goes through Python.
         torch.set_default_device(None)

@@ -51,7 +51,7 @@ def kept_naively(logits, top_k, top_p, min_p):
         alive = logits >= logits.sort(descending=True).values[min(top_k, len(logits)) - 1]
     p = logits.double().masked_fill(~alive, -math.inf).softmax(-1)
     if top_p < 1:
-        # Rounding must not decide: no mass comes this close to top_p.
+        # The margin covers rounding: no mass comes this close to top_p.
         enough = [t for t in p.unique().tolist() if p[p >= t].sum() >= top_p - 1e-9]
         alive &= p >= max(enough)
     alive &= p >= min_p * p.max() * (1 - 1e-6)
@@ -262,7 +262,7 @@ def test_masked_tokens_are_never_drawn(settings):
     logits = torch.randn((num_rows, vocab_size), generator=generator) * 10
     allowed = torch.rand((num_rows, vocab_size), generator=generator) < torch.rand((num_rows, 1), generator=generator)
     allowed[torch.arange(num_rows), torch.randint(vocab_size, (num_rows,), generator=generator)] = True
-    # A bias forbids all tokens that some masks allow: the mask wins.
+    # In some rows, a bias forbids all tokens that the mask allows. The mask wins.
     logits[::10][allowed[::10]] = -math.inf
     apply_masks_(logits, torch.arange(num_rows, dtype=torch.int32), packed(allowed))
     drawn = draw(logits, **settings).long()

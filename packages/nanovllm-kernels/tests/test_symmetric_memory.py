@@ -1,4 +1,4 @@
-"""The store through which ranks exchange the handles of their symmetric memory."""
+"""Tests the store through which ranks exchange the handles of their symmetric memory."""
 
 import threading
 import time
@@ -12,7 +12,7 @@ from nanovllm_kernels.collective.symmetric_memory import RenumberingStore
 
 @pytest.fixture
 def group_store(tmp_path) -> dist.Store:
-    """A store like that of a group of ranks."""
+    """Return a store like the store of a group of ranks."""
     return dist.PrefixStore("group", dist.FileStore(str(tmp_path / "store"), 2))
 
 

@@ -72,15 +72,15 @@ class Session:
 
     @torch.inference_mode()
     def step(self, tokens: list[list[int]]) -> list[Tensor]:
-        """Compute each request's new tokens; returns the logits by request. Requests with one token come first."""
+        """Compute each request's new tokens; returns the logits by request. Requests with one token must come first."""
         hidden, *_ = self._forward(tokens)
         return list(self.model.compute_logits(hidden).split([len(new_tokens) for new_tokens in tokens]))
 
     @torch.inference_mode()
     def predict(self, tokens: list[list[int]], next_tokens: list[list[int]]) -> list[tuple[Tensor, Tensor]]:
-        """Compute each request's new tokens, and let the head predict the token after each of `next_tokens`.
+        """Compute each request's new tokens, and let the MTP head predict the token after each of `next_tokens`.
 
-        Returns hidden states of the head and logits by request.
+        Returns hidden states and logits of the MTP head by request.
         """
         hidden, positions, ctx = self._forward(tokens)
         head = self.model.mtp_head()

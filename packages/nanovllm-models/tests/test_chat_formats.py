@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from nanovllm_models import ModelError, read_format
+from nanovllm_models import ModelError, read_chat_format
 from nanovllm_models.chat_formats import (
     DEEPSEEK_R1,
     HERMES,
@@ -15,7 +15,7 @@ from nanovllm_models.chat_formats import (
     THINK,
     TOOL_CALL_FORMATS,
     ChatFormat,
-    detect_format,
+    detect_chat_format,
 )
 
 QWEN3 = "{% if '</think>' in content %}{% endif %}{{- '<tool_call>\\n{\"name\": \"' }}{{- '\\n</tool_call>' }}"
@@ -48,21 +48,23 @@ LLAMA_3 = "{{- '{\"name\": \"' + tool_call.name + '\", ' }}{{- '\"parameters\": 
     ],
 )
 def test_the_template_decides_the_format(template, expected):
-    assert detect_format(None, template) == expected
+    assert detect_chat_format(None, template) == expected
     # If the template mentions tools, the architecture must not matter.
-    assert "tool" not in template or detect_format("LlamaForCausalLM", template) == expected
+    assert "tool" not in template or detect_chat_format("LlamaForCausalLM", template) == expected
 
 
 def test_the_architecture_decides_if_the_template_does_not_mention_tools():
-    assert detect_format("MiniMaxM2ForCausalLM", "{{ message.content }}") == ChatFormat(None, MINIMAX_M2)
-    assert detect_format("DeepseekV3ForCausalLM", "{{ message.content }}</think>") == ChatFormat(THINK, DEEPSEEK_R1)
-    assert detect_format("MiniMaxM2ForCausalLM", "{{ message.tool_calls }}") == ChatFormat(None, None)
+    assert detect_chat_format("MiniMaxM2ForCausalLM", "{{ message.content }}") == ChatFormat(None, MINIMAX_M2)
+    assert detect_chat_format("DeepseekV3ForCausalLM", "{{ message.content }}</think>") == ChatFormat(
+        THINK, DEEPSEEK_R1
+    )
+    assert detect_chat_format("MiniMaxM2ForCausalLM", "{{ message.tool_calls }}") == ChatFormat(None, None)
 
 
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3ForCausalLM", None])
 def test_an_unknown_architecture_without_tools_in_its_template_gets_hermes(architecture):
-    assert detect_format(architecture, "{{ message.content }}") == ChatFormat(None, HERMES)
-    assert detect_format(architecture, "{{ message.tool_calls }}") == ChatFormat(None, None)
+    assert detect_chat_format(architecture, "{{ message.content }}") == ChatFormat(None, HERMES)
+    assert detect_chat_format(architecture, "{{ message.tool_calls }}") == ChatFormat(None, None)
 
 
 def test_formats_are_in_the_tables_under_their_names():
@@ -72,9 +74,9 @@ def test_formats_are_in_the_tables_under_their_names():
 
 def test_a_directory_names_its_architecture(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["MiniMaxM2ForCausalLM"]}))
-    assert read_format(tmp_path, "") == ChatFormat(None, MINIMAX_M2)
+    assert read_chat_format(tmp_path, "") == ChatFormat(None, MINIMAX_M2)
     (tmp_path / "config.json").write_text("{}")
-    assert read_format(tmp_path, QWEN3) == ChatFormat(THINK, HERMES)
+    assert read_chat_format(tmp_path, QWEN3) == ChatFormat(THINK, HERMES)
     (tmp_path / "config.json").unlink()
     with pytest.raises(ModelError):
-        read_format(tmp_path, QWEN3)
+        read_chat_format(tmp_path, QWEN3)

@@ -29,8 +29,8 @@ def add_mtp_layer(path: Path) -> dict[str, torch.Tensor]:
         f"model.layers.3{name[14:]}": tensor for name, tensor in tensors.items() if name.startswith("model.layers.2")
     }
     table, norm = tensors["model.embed_tokens.weight"], tensors["model.norm.weight"]
-    beside = {"embed_tokens": table, "shared_head.head": table, "shared_head.norm": norm, "enorm": norm, "hnorm": norm}
-    layer |= {f"model.layers.3.{name}.weight": tensor for name, tensor in beside.items()}
+    extra = {"embed_tokens": table, "shared_head.head": table, "shared_head.norm": norm, "enorm": norm, "hnorm": norm}
+    layer |= {f"model.layers.3.{name}.weight": tensor for name, tensor in extra.items()}
     layer["model.layers.3.eh_proj.weight"] = torch.randn(32, 64)
     layer = {name: torch.randn_like(tensor) for name, tensor in layer.items()}
     save_file(tensors | layer, file)
@@ -86,10 +86,10 @@ def test_experts_are_in_the_layers_of_the_config():
         ("num_experts_per_tok", 5, "at most the number of experts in topk_group groups"),
         ("scoring_func", "softmax", "sigmoid"),
         ("topk_method", "greedy", "noaux_tc"),
-        ("num_nextn_predict_layers", -1, "an integer from 0 on"),
+        ("num_nextn_predict_layers", -1, "an integer of at least 0"),
     ],
 )
-def test_a_config_that_is_not_supported_is_refused_by_field(field, value, message):
+def test_the_error_for_an_unsupported_config_names_the_field(field, value, message):
     with pytest.raises(ModelError, match=rf"{field} of config.json is .*, but must be .*{message}"):
         deepseek_v3.parse_config(JsonFields(TINY | {field: value}, "config.json"))
 
@@ -102,7 +102,7 @@ def round_input(_module: torch.nn.Module, inputs: tuple[torch.Tensor]) -> tuple[
 
 
 def test_block_fp8_checkpoints_give_the_logits_of_the_rounded_twin(tmp_path, session):
-    """As in test_fp8_checkpoints. The weight that expands latents is dequantised: its input is not rounded."""
+    """The twin rounds inputs as in test_fp8_checkpoints, except for kv_b_proj, which our model dequantises."""
     torch.manual_seed(0)
     config = transformers.DeepseekV3Config(**TINY | {"first_k_dense_replace": 3, "initializer_range": 0.1})
     model = transformers.DeepseekV3ForCausalLM(config).eval()
@@ -125,7 +125,7 @@ def test_block_fp8_checkpoints_give_the_logits_of_the_rounded_twin(tmp_path, ses
     assert errors.max() < 0.15
 
 
-def test_experts_of_block_fp8_checkpoints(tmp_path, session):
+def test_experts_of_block_fp8_checkpoints_give_nearly_the_logits_of_the_twin(tmp_path, session):
     """The twin's experts do not round their inputs, so the logits are only similar."""
     torch.manual_seed(0)
     config = transformers.DeepseekV3Config(**TINY | {"initializer_range": 0.1})
@@ -161,11 +161,11 @@ def test_shared_experts_with_another_quantisation_run_separately(tmp_path, sessi
     config["quantization_config"]["modules_to_not_convert"] = ["model.layers.1.mlp.shared_experts"]
     (tmp_path / "fp8" / "config.json").write_text(json.dumps(config))
     ours = session(nanovllm_models.load(tmp_path / "fp8"))
-    beside, among = (ours.model.model.layers[index].mlp for index in (1, 2))
+    separate, fused = (ours.model.model.layers[index].mlp for index in (1, 2))
     down = "model.layers.{}.mlp.shared_experts.down_proj.weight"
-    assert torch.equal(beside.shared_experts.down_proj.weight.data, kept[down.format(1)])
-    assert among.shared_experts is None
-    assert torch.equal(among.experts.weights.w2[8].float(), tensors[down.format(2)].float())
+    assert torch.equal(separate.shared_experts.down_proj.weight.data, kept[down.format(1)])
+    assert fused.shared_experts is None
+    assert torch.equal(fused.experts.weights.w2[8].float(), tensors[down.format(2)].float())
     prompts = [PROMPTS[0], list(range(40))]
     exact = torch.cat(session(nanovllm_models.load(tmp_path / "twin")).step(prompts))
     assert (torch.cat(ours.step(prompts)) - exact).norm() < 0.15 * exact.norm()
@@ -181,7 +181,7 @@ def test_blocks_that_split_rotated_rows_are_refused(tmp_path, session):
         session(nanovllm_models.load(tmp_path))
 
 
-def test_random_weights_for_a_config_as_published(tmp_path, session):
+def test_a_config_with_published_head_sizes_runs_with_random_weights(tmp_path, session):
     """A smaller model than published, in which FP8 blocks cut heads at the published positions."""
     scaling = {name: value for name, value in DEEPSEEK_YARN.items() if name not in ("rope_type", "rope_theta")}
     fields = TINY | {

@@ -136,7 +136,7 @@ def test_the_model_is_converted_once(conversion, caplog):
     assert not caplog.records
 
 
-def test_several_first_starts_convert_once(conversion):
+def test_simultaneous_first_starts_convert_once(conversion):
     paths = []
     threads = [threading.Thread(target=lambda: paths.append(default_model_path())) for _ in range(4)]
     for thread in threads:
@@ -174,7 +174,7 @@ def test_files_of_a_killed_conversion_are_removed_by_the_next_conversion(convers
         (lambda path: (path / "manifest.json").write_text("[]"), "manifest.json is not valid"),
         (
             lambda path: (path / "manifest.json").write_text('{"version": 0, "source_sha256": ""}'),
-            "made by another version",
+            "it was made by another version of nanovllm",
         ),
     ],
 )

@@ -1,8 +1,8 @@
 """Block FP8 checkpoints, compared with float32 twins: models of transformers with the same weights.
 
-A quantised linear rounds its input to e4m3; hooks round the inputs of the twin. A float32 sum has another order in the
-twin. If the sum lies halfway between two numbers of e4m3, the order decides the rounding, and the logits differ. This
-happens about once in tens of tokens. Therefore the tests use many short prompts.
+A quantised linear rounds its input to e4m3; hooks round the inputs of the twin. The twin adds the terms of a
+sum in another order. If a sum lies halfway between two numbers of e4m3, the order decides the rounding, and the logits
+differ. This happens about once in tens of tokens. Therefore the tests use many short prompts.
 """
 
 import json
@@ -23,7 +23,7 @@ from nanovllm_models import llama
 PROMPTS = [[5, 17, 3, 88, 41, 2, 60], list(range(40))]
 SHORT_PROMPTS = [[first, 95 - 2 * first, 40 + first] for first in range(32)]
 FAMILIES = {
-    # No width is a multiple of 128, and no part of a fused projection ends at a block (96, 48, 48 rows; 150, 150).
+    # No width is a multiple of 128, and no part of a fused projection ends with a block (96, 48, 48 rows; 150, 150).
     "llama": ("Llama", {"hidden_size": 96, "intermediate_size": 150, "num_key_value_heads": 2, "mlp_bias": True}),
     "qwen2": ("Qwen2", {"hidden_size": 64, "intermediate_size": 256, "num_key_value_heads": 2}),
     "qwen3": ("Qwen3", {"hidden_size": 160, "intermediate_size": 300, "num_key_value_heads": 2, "head_dim": 32}),
@@ -115,9 +115,9 @@ def test_modules_that_are_not_quantised_keep_their_weights(tmp_path, session):
             {"modules_to_not_convert": ["down_proj", "gate_proj", "up_proj"]},
             r"mlp\.down_proj\.weight is of float8_e4m3fn, but the model expects floating-point numbers",
         ),
-        (None, r"is of float8_e4m3fn, but the model expects floating-point numbers of 16 or 32 bits"),
+        (None, r"is of float8_e4m3fn, but the model expects floating-point numbers of 16 bits or more"),
     ],
-    ids=["a part is kept", "what is quantised is said to be kept", "no quantization_config"],
+    ids=["a part is kept", "quantised weights listed as kept", "no quantization_config"],
 )
 def test_a_config_that_does_not_fit_the_weights_is_refused(config, message, tmp_path, session):
     write_checkpoint(tmp_path, make_model("qwen2"), fp8=True)

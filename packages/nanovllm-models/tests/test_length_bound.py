@@ -1,3 +1,5 @@
+"""The lower bound of the number of tokens of a text."""
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

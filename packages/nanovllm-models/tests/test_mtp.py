@@ -37,7 +37,7 @@ def test_heads_without_weights_are_left_out_with_a_log_line(family, uses_mtp, tm
     with caplog.at_level("INFO"):
         ours = session(nanovllm_models.load(tmp_path), uses_mtp=uses_mtp)
     (record,) = [record for record in caplog.records if "multi-token prediction" in record.getMessage()]
-    assert record.getMessage().endswith("speculative decoding with these heads is off")
+    assert record.getMessage().endswith("`--speculate mtp` is not available")
     assert all(torch.equal(*logits) for logits in zip(ours.step(PROMPTS), expected, strict=True))
 
 
@@ -62,7 +62,7 @@ def test_modules_that_minimax_m2_turns_off_are_not_declared(tmp_path, session, c
 
 
 # Names of the head's modules in checkpoints of each family: norms of the embedding, of the hidden state and of the
-# result, projection, decoder layer, output head. Also an index of a decoder layer of the same kind.
+# result, projection, decoder layer, output head. The last item is the index of a decoder layer of the same kind.
 HEADS = {
     "deepseek_v3": ("enorm", "hnorm", "shared_head.norm", "eh_proj", "", "model.layers.3.shared_head.head", 2),
     "qwen3_next": ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm", "fc", "layers.0.", "lm_head", 3),
@@ -76,13 +76,13 @@ class HeadOracle:
     def __init__(self, family: str, model, tensors: dict[str, Tensor]):
         *norms, projection, layer_prefix, output_head, template = HEADS[family]
         prefix = PREFIXES[family]
-        self._offset = 1 if family == "qwen3_next" else 0
-        self._norms = [tensors[f"{prefix}{norm}.weight"] + self._offset for norm in norms]
+        self._norm_offset = 1 if family == "qwen3_next" else 0
+        self._norms = [tensors[f"{prefix}{norm}.weight"] + self._norm_offset for norm in norms]
         self._projection = tensors[f"{prefix}{projection}.weight"]
         self._output_head = tensors[f"{output_head}.weight"]
         self._model = model.model
         self._template = template
-        # transformers reads the head's layer from a checkpoint in which it stands in place of a decoder layer.
+        # transformers can't load a head. Therefore `write_layer` stores the head's layer in place of a decoder layer.
         self._layer_tensors = {
             name.removeprefix(prefix + layer_prefix): tensor
             for name, tensor in tensors.items()
@@ -96,7 +96,7 @@ class HeadOracle:
         save_file({name: tensor.contiguous() for name, tensor in (tensors | layer).items()}, path)
 
     def predict(self, layers, tokens: list[int]) -> tuple[Tensor, Tensor]:
-        """Hidden states and logits after all `tokens` but the first. layers: of the checkpoint of `write_layer`."""
+        """Hidden states and logits after all `tokens` but the first. layers: from `write_layer`'s checkpoint."""
         ids, eps = torch.tensor([tokens]), self._model.config.rms_norm_eps
         hidden = self._model(ids[:, :-1]).last_hidden_state[0]
         size = (hidden.shape[1],)
@@ -112,12 +112,13 @@ class HeadOracle:
         x = layers[self._template](x, attention_mask=mask, position_ids=positions, position_embeddings=rotation)
         x = (x[0] if isinstance(x, tuple) else x)[0]
         result = functional.rms_norm(x, size, self._norms[2], eps)
-        return (result if self._offset else x), functional.linear(result, self._output_head)
+        # Qwen3-Next's hidden states are normed.
+        return (result if self._norm_offset else x), functional.linear(result, self._output_head)
 
 
 @pytest.mark.parametrize("family", HEADS)
 @torch.inference_mode()
-def test_heads_predict_what_their_formula_says(family, tmp_path, session):
+def test_predictions_of_heads_equal_the_oracle(family, tmp_path, session):
     model = make_model(family)
     write_checkpoint(tmp_path / "ours", model, mtp=True, shards=1)
     make_checkpoint(tmp_path / "layer", family)

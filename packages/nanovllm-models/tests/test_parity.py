@@ -56,7 +56,7 @@ VARIANTS = {
         "renormalised": {"norm_topk_prob": True, "attention_bias": True} | WIDE,
         "every second layer, tied": {"decoder_sparse_step": 2} | TIED | WIDE,
         "two dense layers, sharded": {"mlp_only_layers": [0, 2], "max_shard_size": "8KB"} | WIDE,
-        "no head size": {},
+        "default head size": {},
     },
     "minimax_m2": {
         "half of heads rotated": {"rotary_dim": 8},
@@ -73,7 +73,7 @@ VARIANTS = {
             "linear_value_head_dim": 8,
         }
         | TIED,
-        "layers by type, two dense, weights as they come": {
+        "layers by type, two dense, weights not renormalised": {
             "layer_types": ["full_attention", "linear_attention", "full_attention", "linear_attention"],
             "mlp_only_layers": [0, 3],
             "norm_topk_prob": False,
@@ -105,7 +105,7 @@ VARIANTS = {
         }
         | DENSE,
         "all experts": {"first_k_dense_replace": 0, "n_group": 1, "topk_group": 1, "n_shared_experts": 2},
-        "weights as they are": {"norm_topk_prob": False, "routed_scaling_factor": 1.7},
+        "weights not renormalised": {"norm_topk_prob": False, "routed_scaling_factor": 1.7},
     },
 }
 

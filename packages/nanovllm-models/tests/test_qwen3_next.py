@@ -58,7 +58,7 @@ def test_logits_from_a_saved_state_equal_those_of_the_whole_prompt(tmp_path, ses
     torch.testing.assert_close(found, expected[CHECKPOINT_INTERVAL:], atol=TOLERANCE, rtol=TOLERANCE)
 
 
-def test_cache_specs_of_each_layer(tmp_path, session):
+def test_each_layer_has_the_cache_spec_of_its_kind(tmp_path, session):
     make_checkpoint(tmp_path, "qwen3_next")
     specs = session(nanovllm_models.load(tmp_path)).model.cache_specs()
     state = StateSpec((4, 16, 8), (4, 2 * 2 * 8 + 4 * 16))
@@ -99,7 +99,7 @@ def test_a_head_for_multi_token_prediction_is_loaded_on_request_and_changes_noth
         ("model.layers.3.mlp.shared_expert.down_proj.weight", "[32, 40]"),
     ],
 )
-def test_invalid_tensors_are_named(name, shape, tmp_path, session):
+def test_unexpected_tensors_are_refused_and_missing_tensors_are_named(name, shape, tmp_path, session):
     make_checkpoint(tmp_path, "qwen3_next")
     tensors = load_file(tmp_path / "model.safetensors")
     extra = name.replace(".layers.", ".layers.1")
@@ -138,7 +138,7 @@ def test_invalid_configs_are_refused(changes, message, tmp_path):
         nanovllm_models.load(tmp_path)
 
 
-@pytest.mark.parametrize("shared_width", [40, 24], ids=["shared among the others", "beside them"])
+@pytest.mark.parametrize("shared_width", [40, 24], ids=["shared expert fused", "shared expert separate"])
 def test_block_fp8_weights_are_loaded_into_the_rows_of_the_float32_weights(shared_width, tmp_path, session):
     changes = {"mlp_only_layers": [1], "num_hidden_layers": 2, "full_attention_interval": 2, "initializer_range": 0.1}
     model = make_model("qwen3_next", head_dim=128, shared_expert_intermediate_size=shared_width, **changes)

@@ -77,7 +77,7 @@ def test_a_broken_config_is_refused(tmp_path, content, message):
         ({"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "max_window_layers": 1}, "use_sliding_w"),
     ],
 )
-def test_a_config_that_cannot_be_served_is_refused_by_field(write_config, changes, message):
+def test_the_error_for_an_unsupported_config_names_the_field(write_config, changes, message):
     pattern = re.escape(message).replace(r"\.\*", ".*").replace(r"\.\{,100\}", ".{,100}")
     assert re.search(pattern, refusal(write_config(**changes), load_format="dummy"))
 
@@ -92,7 +92,7 @@ def test_a_shard_that_is_missing_is_named(write_config):
     (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     save_file({"a": torch.ones(1)}, path / "model-1.safetensors")
     message = refusal(path)
-    assert "names model-2.safetensors, which is not there" in message
+    assert "names model-2.safetensors, which does not exist" in message
     (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": ["a"]}))
     assert "weight_map" in refusal(path)
 
@@ -150,7 +150,7 @@ def test_the_fingerprint_changes_with_the_config_and_the_weights(write_config):
     save_file({"x": torch.zeros(2)}, path / "model.safetensors")
     fingerprint = nanovllm_models.load(path).fingerprint
     assert fingerprint == nanovllm_models.load(path, served_name="other").fingerprint
-    # Copies on other hosts have other times.
+    # Copies on other hosts have other modification times.
     os.utime(path / "model.safetensors", ns=(1, 1))
     assert fingerprint == nanovllm_models.load(path).fingerprint
     save_file({"x": torch.ones(2)}, path / "model.safetensors")

@@ -1,4 +1,4 @@
-"""A segment encoder returns the same ids as the tokenizer. Tokenizers with dependent segments have no such encoder."""
+"""Segments, the texts between added tokens, give the ids of the whole text, or a tokenizer has no segment encoder."""
 
 import random
 import subprocess
@@ -144,6 +144,7 @@ def metaspace(scheme: str, *, split: bool = True) -> tokenizers.Tokenizer:
     return sentencepiece(CHATML, pre_tokenizer=pre_tokenizers.Metaspace(prepend_scheme=scheme, split=split))
 
 
+# Tokenizers with a segment encoder. Those in AS_A_WHOLE have none.
 BY_SEGMENT = {
     "SmolLM2": smollm,
     "Qwen": qwen,
@@ -172,11 +173,11 @@ AS_A_WHOLE = {
     "unigram": lambda: with_tokens(models.Unigram([("<unk>", 0.0), ("a", -1.0)], unk_id=0)),
     "unknown normalizer": lambda: trained(byte_level(), CHATML, normalizer=normalizers.Strip()),
     "unknown pre-tokenizer": lambda: trained(pre_tokenizers.UnicodeScripts(), CHATML),
-    "written in Python": lambda: trained(pre_tokenizers.PreTokenizer.custom(Upright()), CHATML),
+    "written in Python": lambda: trained(pre_tokenizers.PreTokenizer.custom(PythonPreTokenizer()), CHATML),
 }
 
 
-class Upright:
+class PythonPreTokenizer:
     def pre_tokenize(self, text):
         text.split(lambda _, piece: [piece])
 
@@ -279,7 +280,7 @@ def test_tokenizers_that_ignore_special_tokens_get_no_segment_encoder():
 
 
 def test_the_self_check_finds_dependent_segments_of_listed_components(monkeypatch, caplog):
-    monkeypatch.setattr(segments, "_is_independent", lambda backend: True)
+    monkeypatch.setattr(segments, "_has_independent_segments", lambda backend: True)
     for name in ("Metaspace first", "Metaspace first, unsplit"):
         assert make_segment_encoder(backend_of(name)) is None
     assert "segments depend on each other" in caplog.text

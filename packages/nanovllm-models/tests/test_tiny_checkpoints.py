@@ -21,7 +21,7 @@ COMMON = {
     "initializer_range": 0.2,
 }
 MOE = {"moe_intermediate_size": 24, "num_experts_per_tok": 2, "intermediate_size": 48}
-# By family: config class, model class, fields, and the dtypes of some tensors in the FP8 checkpoint.
+# By family: prefix of transformers' class names, fields, and the dtypes of some tensors in the FP8 checkpoint.
 FAMILIES = {
     "llama": ("Llama", {"intermediate_size": 150}, {"model.layers.0.mlp.up_proj.weight": "fp8"}),
     "qwen2": (
@@ -148,7 +148,7 @@ def test_multi_token_prediction_that_is_not_published_is_refused(tmp_path):
         write_checkpoint(tmp_path, make_model("minimax_m2"), mtp=True)
 
 
-def test_a_plain_checkpoint_is_what_transformers_reads(tmp_path):
+def test_transformers_reads_a_plain_checkpoint(tmp_path):
     model = make_model("qwen3_moe")
     write_checkpoint(tmp_path, model, shards=2)
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()

@@ -1,3 +1,5 @@
+"""Loading of tokenizers, and chat templates."""
+
 import json
 
 import pytest

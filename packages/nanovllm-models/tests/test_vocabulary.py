@@ -51,12 +51,12 @@ def test_a_draft_model_with_other_tokens_is_refused(default_model, tmp_path):
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))
     with pytest.raises(ModelError, match=f"--draft-model {other} does not have the tokens of the model .*: token "):
         nanovllm_models.load(default_model, draft=ModelDirectory(other, "other"))
-    # Random weights need no tokenizer.
+    # A model with random weights needs no tokenizer. Then nothing is compared.
     (other / "tokenizer.json").unlink()
     assert nanovllm_models.load(default_model, draft=ModelDirectory(other, "other")).draft.vocab_size == 49152
 
 
-def test_the_default_model_has_a_name(default_model, monkeypatch, tmp_path):
+def test_the_default_model_is_found_by_its_name_unless_a_directory_has_that_name(default_model, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     assert nanovllm_models.find_model("SmolLM2-135M-Instruct") == nanovllm_models.find_model(None)
     (tmp_path / "SmolLM2-135M-Instruct").mkdir()

@@ -59,7 +59,10 @@ def make_backend() -> Tokenizer:
 
 @dataclass
 class ScriptedTokenizer:
-    """The renderer's tokenizer. Its template supports every role except "tool", and the variable `opening`."""
+    """The renderer's tokenizer. Its template supports every role except "tool", and the variable `opening`.
+
+    rendered, given, turns: for each call of `render_chat`, the messages, (tools, template values), and other options.
+    """
 
     backend: Tokenizer
     rendered: list[list[dict[str, Any]]] = field(default_factory=list)
@@ -125,7 +128,7 @@ class ScriptedEngine(Engine):
         self.scheduled_time: float | None = None
         self.endless = False
         self.crash: Exception | None = None
-        # How long a grammar takes to compile, and error messages of grammars that contain the text of the key.
+        # Time to compile a grammar, and error messages by a text in the source of the grammar.
         self.compiling_s = 0.0
         self.grammar_errors: dict[str, str] = {}
         self.compiled: list[GrammarSpec] = []
@@ -357,5 +360,5 @@ async def url(app: Quart) -> AsyncIterator[str]:
 
 @pytest.fixture
 def serve_at() -> Callable[..., contextlib.AbstractAsyncContextManager[str]]:
-    """Serves the test's own application, or other settings, behind a real socket."""
+    """Serves any application, with any timeouts, behind a real socket."""
     return serve_on_socket

@@ -11,7 +11,7 @@ from nanovllm_server.settings import SettingsError
 
 
 def parse(*arguments: str) -> EngineConfig:
-    return cli.settings(cli.parser().parse_args(arguments)).engine_config
+    return cli.make_settings(cli.make_parser().parse_args(arguments)).engine_config
 
 
 def test_without_flags_every_setting_has_its_default():
@@ -63,8 +63,8 @@ def test_an_invalid_value_is_refused_by_the_parser(arguments, capsys):
 
 
 def test_the_draft_model_is_named_like_the_model():
-    options = cli.parser().parse_args(["--speculate", "draft", "--draft-model", "organisation/name"])
-    settings = cli.settings(options)
+    options = cli.make_parser().parse_args(["--speculate", "draft", "--draft-model", "organisation/name"])
+    settings = cli.make_settings(options)
     assert (settings.draft_model, settings.engine_config.speculate) == ("organisation/name", "draft")
 
 

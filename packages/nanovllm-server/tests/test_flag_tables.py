@@ -13,7 +13,7 @@ README = Path(__file__).parent.parent / "README.md"
 FLAGS_SECTION = README.read_text().split("\n## Flags\n")[1].split("\n## ")[0]
 ACTIONS = {
     action.option_strings[-1]: action
-    for action in cli.parser()._actions
+    for action in cli.make_parser()._actions
     if action.option_strings and action.dest not in ("help", "version")
 }
 ACTIONS_WITH_CHOICES = [flag for flag, action in ACTIONS.items() if action.choices is not None]
@@ -56,7 +56,7 @@ def test_the_tables_have_exactly_the_flags_of_the_parser():
 
 
 def test_every_flag_has_a_help_text():
-    assert all(action.help for action in cli.parser()._actions)
+    assert all(action.help for action in cli.make_parser()._actions)
 
 
 @pytest.mark.parametrize("flag", ACTIONS)
@@ -86,12 +86,12 @@ def test_the_documented_values_are_those_of_the_parser(flag):
 
 @pytest.mark.parametrize("backend", ["torch", "triton", "flash", "cutedsl", "fastest", "auto"])
 def test_each_documented_attention_backend_is_accepted(backend):
-    settings = cli.settings(cli.parser().parse_args(["--attention-backend", backend]))
+    settings = cli.make_settings(cli.make_parser().parse_args(["--attention-backend", backend]))
     assert settings.engine_config.attention_backend == (None if backend == "auto" else backend)
 
 
 def test_a_served_name_takes_one_name_and_may_be_repeated():
-    settings = cli.settings(cli.parser().parse_args(["--served-model-name", "a", "org/model"]))
+    settings = cli.make_settings(cli.make_parser().parse_args(["--served-model-name", "a", "org/model"]))
     assert (settings.model, settings.model_names) == ("org/model", ("a",))
-    settings = cli.settings(cli.parser().parse_args(["--served-model-name", "a", "--served-model-name", "b"]))
+    settings = cli.make_settings(cli.make_parser().parse_args(["--served-model-name", "a", "--served-model-name", "b"]))
     assert (settings.model, settings.model_names) == (None, ("a", "b"))

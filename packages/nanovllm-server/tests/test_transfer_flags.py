@@ -13,7 +13,7 @@ SECRET = "--transfer-secret-file secret"
 
 
 def parse(arguments: str) -> Settings:
-    return cli.settings(cli.parser().parse_args(arguments.split()))
+    return cli.make_settings(cli.make_parser().parse_args(arguments.split()))
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def test_without_flags_nothing_is_transferred():
 
 def test_prefill_server_listens(devices):
     settings = parse(f"--role prefill {SECRET}")
-    assert settings.transfer == TransferSettings(role="prefill", host="127.0.0.1")
+    assert settings.transfer == TransferSettings(role="prefill", advertised_host="127.0.0.1")
     assert settings.engine_config == EngineConfig(
         transfer_listen="127.0.0.1:5600", transfer_secret_file=Path("secret"), kv_offload_gib=0.5
     )
@@ -56,7 +56,7 @@ def test_prefill_server_listens(devices):
 )
 def test_prefill_server_names_its_host(flags, listen, host):
     settings = parse(f"--role prefill {SECRET} {flags}")
-    assert (settings.engine_config.transfer_listen, settings.transfer.host) == (listen, host)
+    assert (settings.engine_config.transfer_listen, settings.transfer.advertised_host) == (listen, host)
 
 
 def test_decode_server_has_peers(devices):
@@ -71,7 +71,7 @@ def test_decode_server_has_peers(devices):
     )
 
 
-def test_two_engines_on_a_cpu(devices):
+def test_two_engines_run_on_a_machine_without_gpus(devices):
     settings = parse("--prefill-gpus 2 --decode-gpus 2 --transfer-carrier shm")
     assert settings.transfer == TransferSettings(has_prefill_engine=True)
     assert settings.engine_config == EngineConfig(tensor_parallel_size=2, kv_offload_gib=0.5, transfer_carrier="shm")
@@ -156,4 +156,4 @@ def test_flags_that_do_not_fit_together_are_an_error(devices, flags, reason):
 
 def test_host_name_of_this_machine_can_be_advertised():
     flags = f"--role prefill {SECRET} --transfer-listen 0.0.0.0:0 --transfer-host {socket.gethostname()}"
-    assert parse(flags).transfer.host == socket.gethostname()
+    assert parse(flags).transfer.advertised_host == socket.gethostname()

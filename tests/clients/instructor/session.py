@@ -1,6 +1,6 @@
 """A session with instructor, in each of its modes for typed objects from OpenAI's API.
 
-The SDK below it takes base URL and key from the environment.
+OpenAI's SDK, which instructor uses, takes the base URL and the key from the environment.
 """
 
 from typing import Literal
@@ -48,13 +48,13 @@ async def sdk_async():
         yield client
 
 
-def test_chat(sdk):
+def test_a_chat_request_gets_text(sdk):
     client = instructor.from_openai(sdk)
     answer = client.chat.completions.create(**ASKED | {"max_tokens": 16}, response_model=None)
     assert answer.choices[0].message.content
 
 
-def test_stream(sdk):
+def test_streamed_pieces_join_to_the_complete_answer(sdk):
     client = instructor.from_openai(sdk)
     fields = ASKED | {"max_tokens": 16, "response_model": None}
     whole = client.chat.completions.create(**fields)
@@ -64,7 +64,7 @@ def test_stream(sdk):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_typed_object(sdk, mode):
+def test_answers_parse_into_a_typed_object(sdk, mode):
     client = instructor.from_openai(sdk, mode=mode)
     city, completion = client.chat.completions.create_with_completion(**DESCRIBE, response_model=City)
     assert isinstance(city, City)
@@ -72,7 +72,7 @@ def test_typed_object(sdk, mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-async def test_stream_of_a_parsed_object(sdk_async, mode):
+async def test_a_streamed_object_grows_to_the_complete_object(sdk_async, mode):
     client = instructor.from_openai(sdk_async, mode=mode)
     stream = client.chat.completions.create_partial(**DESCRIBE, response_model=City)
     pieces = [piece async for piece in stream]
@@ -80,14 +80,14 @@ async def test_stream_of_a_parsed_object(sdk_async, mode):
     assert len({piece.model_dump_json() for piece in pieces}) > 4
 
 
-def test_several_objects(sdk):
+def test_an_answer_is_an_iterable_of_objects(sdk):
     client = instructor.from_openai(sdk, mode=instructor.Mode.TOOLS)
     sights = list(client.chat.completions.create_iterable(**ASKED, response_model=Sight))
     assert all(isinstance(sight, Sight) for sight in sights)
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_object_that_is_cut_off(sdk, mode):
+def test_an_object_that_is_cut_off_raises(sdk, mode):
     client = instructor.from_openai(sdk, mode=mode)
     with pytest.raises(IncompleteOutputException):
         client.chat.completions.create(**ASKED | {"max_tokens": 3}, response_model=City)
@@ -97,12 +97,12 @@ def test_object_that_is_cut_off(sdk, mode):
     ("fields", "said"),
     [({"model": "gpt-4o"}, "gpt-4o"), ({"temperature": 9}, "temperature")],
 )
-def test_errors(sdk, fields, said):
+def test_errors_name_their_cause(sdk, fields, said):
     client = instructor.from_openai(sdk)
     with pytest.raises(InstructorRetryException, match=said):
         client.chat.completions.create(**ASKED | fields, response_model=City)
 
 
-def test_wrong_key():
+def test_a_wrong_key_is_a_401():
     with openai.OpenAI(api_key="another", max_retries=0) as sdk, pytest.raises(InstructorRetryException, match="401"):
         instructor.from_openai(sdk).chat.completions.create(**ASKED, response_model=City)

@@ -1,6 +1,6 @@
 """A session with langchain-openai: messages, tools bound to a model, and typed objects by each of its methods.
 
-The SDK below it takes base URL and key from the environment.
+OpenAI's SDK, which langchain-openai uses, takes the base URL and the key from the environment.
 """
 
 from typing import Annotated, Literal, TypedDict
@@ -52,7 +52,7 @@ def model(**fields):
     return ChatOpenAI(**{"model": MODEL, "temperature": 0, "max_tokens": 12, "max_retries": 0, "timeout": 300} | fields)
 
 
-def test_chat():
+def test_a_chat_request_gets_text():
     answer = model().invoke(MESSAGES)
     assert isinstance(answer, AIMessage)
     assert answer.content
@@ -62,7 +62,7 @@ def test_chat():
     assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
 
 
-async def test_stream(one_loop):
+async def test_streamed_pieces_join_to_the_complete_answer(one_loop):
     whole = model().invoke(MESSAGES)
     chunks = [chunk async for chunk in model(stream_usage=True).astream(MESSAGES)]
     gathered = chunks[0]
@@ -74,13 +74,13 @@ async def test_stream(one_loop):
     assert gathered.response_metadata["finish_reason"] == whole.response_metadata["finish_reason"]
 
 
-async def test_batch(one_loop):
+async def test_a_batch_of_requests_is_answered(one_loop):
     """`batch` is langchain's usual way to send several requests at once."""
     answers = await model(max_tokens=4).abatch([MESSAGES, "Count to three.", "Say hi."])
     assert [answer.usage_metadata["output_tokens"] <= 4 for answer in answers] == [True] * 3
 
 
-def test_several_choices_and_log_probabilities():
+def test_several_choices_have_log_probabilities():
     (choices,) = (
         model(n=2, temperature=1, seed=7, logprobs=True, top_logprobs=2, max_tokens=8).generate([MESSAGES]).generations
     )
@@ -88,13 +88,13 @@ def test_several_choices_and_log_probabilities():
     assert all(choice.generation_info["logprobs"]["content"] for choice in choices)
 
 
-def test_stop():
+def test_an_answer_ends_before_its_stop_string():
     text = model().invoke(MESSAGES).content
     stop = text[3:8]
     assert model().invoke(MESSAGES, stop=[stop]).content == text[: text.index(stop)]
 
 
-def test_tool_call_and_its_result():
+def test_a_tool_call_and_its_result_continue_the_conversation():
     asked = (
         model(max_tokens=80).bind_tools([get_weather], tool_choice="any", parallel_tool_calls=False).invoke(MESSAGES)
     )
@@ -108,7 +108,7 @@ def test_tool_call_and_its_result():
     assert answer.tool_calls == []
 
 
-async def test_streamed_tool_call(one_loop):
+async def test_a_streamed_tool_call_joins_to_the_complete_call(one_loop):
     bound = model(max_tokens=80).bind_tools([get_weather], tool_choice="get_weather")
     (expected,) = bound.invoke(MESSAGES).tool_calls
     chunks = [chunk async for chunk in bound.astream(MESSAGES)]
@@ -122,7 +122,7 @@ async def test_streamed_tool_call(one_loop):
 
 @pytest.mark.parametrize("strict", [None, True])
 @pytest.mark.parametrize("method", ["json_schema", "function_calling"])
-def test_typed_object(method, strict):
+def test_answers_parse_into_a_typed_object(method, strict):
     structured = model(max_tokens=200).with_structured_output(City, method=method, strict=strict, include_raw=True)
     answer = structured.invoke(DESCRIBE)
     assert answer["parsing_error"] is None
@@ -130,7 +130,7 @@ def test_typed_object(method, strict):
 
 
 @pytest.mark.parametrize("method", ["json_schema", "function_calling"])
-async def test_stream_of_a_parsed_object(method, one_loop):
+async def test_a_streamed_object_grows_to_the_complete_object(method, one_loop):
     structured = model(max_tokens=200).with_structured_output(Trip, method=method)
     whole = await structured.ainvoke(TRAVEL)
     assert set(whole) == {"city", "by", "days"}
@@ -139,18 +139,18 @@ async def test_stream_of_a_parsed_object(method, one_loop):
     assert len(pieces) > 3
 
 
-def test_any_json():
+def test_json_mode_gives_an_object():
     structured = model(max_tokens=60).with_structured_output(method="json_mode")
     answer = structured.invoke('Say {"ok": true} and nothing else.')
     assert isinstance(answer, dict)
 
 
-def test_wrong_model():
+def test_an_unknown_model_is_a_404():
     with pytest.raises(openai.NotFoundError, match="gpt-4o"):
         model(model="gpt-4o").invoke(MESSAGES)
 
 
-def test_bad_field():
+def test_an_invalid_field_is_a_400_that_names_it():
     with pytest.raises(openai.BadRequestError) as refused:
         model(temperature=9).invoke(MESSAGES)
     assert refused.value.param == "temperature"
@@ -161,17 +161,17 @@ def test_a_prompt_longer_than_the_context_is_a_400():
         model().invoke("long " * 3000)
 
 
-def test_wrong_key():
+def test_a_wrong_key_is_a_401():
     with pytest.raises(openai.AuthenticationError):
         model(api_key="another").invoke(MESSAGES)
 
 
-def test_timeout():
+def test_a_client_timeout_raises():
     with pytest.raises(openai.APITimeoutError):
         model(timeout=0.5, max_tokens=1500, extra_body={"ignore_eos": True}).invoke(MESSAGES)
 
 
-async def test_a_client_that_leaves(one_loop):
+async def test_the_server_answers_after_a_client_has_left(one_loop):
     endless = model(max_tokens=1500, extra_body={"ignore_eos": True})
     chunks = endless.astream(MESSAGES)
     await anext(chunks)

@@ -1,6 +1,6 @@
 """A session with litellm, which treats the served model as one of OpenAI's.
 
-litellm takes base URL and key from the environment.
+litellm takes the base URL and the key from the environment.
 """
 
 import os
@@ -9,7 +9,7 @@ from typing import Literal
 import pytest
 from pydantic import BaseModel, Field
 
-# Without this, litellm downloads a newer list of models.
+# Without this variable, litellm downloads a newer list of models.
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
 
 import litellm
@@ -57,14 +57,14 @@ class City(BaseModel):
     sights: list[Sight] = Field(min_length=1, max_length=1)
 
 
-def test_chat():
+def test_a_chat_request_gets_text():
     answer = litellm.completion(**ASKED, user="somebody")
     assert answer.choices[0].message.content
     assert answer.choices[0].finish_reason in ("stop", "length")
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
 
 
-async def test_stream():
+async def test_streamed_pieces_join_to_the_complete_answer():
     whole = await litellm.acompletion(**ASKED)
     stream = await litellm.acompletion(**ASKED, stream=True, stream_options={"include_usage": True})
     chunks = [chunk async for chunk in stream]
@@ -76,7 +76,7 @@ async def test_stream():
     assert len(chunks) > 5
 
 
-async def test_reasoning():
+async def test_streamed_reasoning_joins_to_the_complete_reasoning():
     fields = ASKED | {"base_url": os.environ["THINKING_BASE_URL"]}
     whole = await litellm.acompletion(**fields)
     assert whole.choices[0].message.content is None
@@ -87,20 +87,20 @@ async def test_reasoning():
     assert gathered.choices[0].message.reasoning_content == whole.choices[0].message.reasoning_content
 
 
-def test_several_choices_and_log_probabilities():
+def test_several_choices_have_log_probabilities():
     fields = {"n": 2, "seed": 7, "temperature": 1, "max_tokens": 8, "logprobs": True, "top_logprobs": 2}
     answer = litellm.completion(**ASKED | fields)
     assert [choice.index for choice in answer.choices] == [0, 1]
     assert all(choice.logprobs.content for choice in answer.choices)
 
 
-def test_stop():
+def test_an_answer_ends_before_its_stop_string():
     text = litellm.completion(**ASKED).choices[0].message.content
     stop = text[3:8]
     assert litellm.completion(**ASKED, stop=[stop]).choices[0].message.content == text[: text.index(stop)]
 
 
-def test_tool_call_and_its_result():
+def test_a_tool_call_and_its_result_continue_the_conversation():
     fields = {"tools": [WEATHER], "parallel_tool_calls": False}
     asked = litellm.completion(**ASKED | fields | {"tool_choice": "required", "max_tokens": 80})
     message = asked.choices[0].message
@@ -113,7 +113,7 @@ def test_tool_call_and_its_result():
     assert answer.choices[0].message.content
 
 
-async def test_streamed_tool_call():
+async def test_a_streamed_tool_call_joins_to_the_complete_call():
     named = {"type": "function", "function": {"name": "get_weather"}}
     fields = ASKED | {"tools": [WEATHER], "tool_choice": named, "max_tokens": 80}
     whole = await litellm.acompletion(**fields)
@@ -125,13 +125,13 @@ async def test_streamed_tool_call():
     assert call.id
 
 
-def test_typed_object():
+def test_answers_parse_into_a_typed_object():
     answer = litellm.completion(**DESCRIBE, response_format=City)
     assert answer.choices[0].finish_reason == "stop"
     City.model_validate_json(answer.choices[0].message.content)
 
 
-async def test_stream_of_a_parsed_object():
+async def test_a_streamed_object_grows_to_the_complete_object():
     fields = DESCRIBE | {"response_format": City}
     whole = await litellm.acompletion(**fields)
     chunks = [chunk async for chunk in await litellm.acompletion(**fields, stream=True)]
@@ -140,13 +140,13 @@ async def test_stream_of_a_parsed_object():
     City.model_validate_json(text)
 
 
-def test_wrong_model():
+def test_an_unknown_model_is_a_404():
     with pytest.raises(litellm.NotFoundError, match="gpt-4o"):
         litellm.completion(**ASKED | {"model": "openai/gpt-4o"})
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_bad_field(stream):
+def test_an_invalid_field_is_a_400_that_names_it(stream):
     with pytest.raises(litellm.BadRequestError, match="temperature"):
         litellm.completion(**ASKED | {"temperature": 9}, stream=stream)
 
@@ -157,11 +157,11 @@ def test_a_prompt_longer_than_the_context_is_a_400():
         litellm.completion(**ASKED | {"messages": long})
 
 
-def test_wrong_key():
+def test_a_wrong_key_is_a_401():
     with pytest.raises(litellm.AuthenticationError):
         litellm.completion(**ASKED, api_key="another")
 
 
-def test_timeout():
+def test_a_client_timeout_raises():
     with pytest.raises(litellm.Timeout):
         litellm.completion(**ASKED | {"timeout": 0.5, "max_tokens": 1500}, extra_body={"ignore_eos": True})

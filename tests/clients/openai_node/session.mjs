@@ -1,6 +1,6 @@
 // A session with OpenAI's SDK for Node, with zod schemas.
 //
-// The SDK takes base URL and key from the environment.
+// The SDK takes the base URL and the key from the environment.
 
 import assert from "node:assert/strict";
 import { test } from "node:test";
@@ -62,7 +62,7 @@ test("chat", async () => {
   assert.ok(answer._request_id);
 });
 
-test("a stream is the whole in pieces", async () => {
+test("streamed pieces join to the complete answer", async () => {
   const whole = await chat.create({ ...asked, logprobs: true, top_logprobs: 2 });
   const chunks = await collect(
     await chat.create({
@@ -85,7 +85,7 @@ test("a stream is the whole in pieces", async () => {
   assert.deepEqual(tokens, whole.choices[0].logprobs.content.map(({ token }) => token));
 });
 
-test("the stream helper gathers the same", async () => {
+test("the stream helper joins the same answer", async () => {
   // The SDK throws for an answer that ended at the length limit.
   const stop = (await chat.create(asked)).choices[0].message.content.slice(12, 16);
   const whole = await chat.create({ ...asked, stop });
@@ -124,7 +124,7 @@ test("reasoning", async () => {
   assert.equal(chunks.map(({ choices: [{ delta }] }) => delta.reasoning ?? "").join(""), message.reasoning);
 });
 
-test("tools and back", async () => {
+test("a tool call and its result continue the conversation", async () => {
   const fields = { ...asked, tools: [weather()], parallel_tool_calls: false };
   const first = await chat.create({ ...fields, tool_choice: "required", max_completion_tokens: 80 });
   const { message, finish_reason } = first.choices[0];
@@ -141,7 +141,7 @@ test("tools and back", async () => {
 });
 
 for (const stream of [false, true]) {
-  test(`the runner calls the function that was named, ${stream ? "streamed" : "whole"}`, async () => {
+  test(`the runner calls the named function, ${stream ? "streamed" : "whole"}`, async () => {
     const called = [];
     const runner = chat.runTools({
       ...asked,
@@ -155,7 +155,7 @@ for (const stream of [false, true]) {
   });
 }
 
-test("streamed tool calls are the whole ones in pieces", async () => {
+test("streamed tool calls join to the complete calls", async () => {
   const fields = { ...asked, tools: [weather()], tool_choice: "required", parallel_tool_calls: false };
   const whole = await chat.create({ ...fields, max_completion_tokens: 80 });
   const stream = chat.stream({ ...fields, max_completion_tokens: 80 });

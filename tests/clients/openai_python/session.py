@@ -1,6 +1,6 @@
 """A session with OpenAI's SDK: sync, async, and with its strict validation of every answer.
 
-The SDK takes base URL and key from the environment.
+The SDK takes the base URL and the key from the environment.
 """
 
 import json
@@ -79,14 +79,14 @@ def create(client, **fields):
     return client.chat.completions.create(**ASKED | fields)
 
 
-def test_models(sdk):
+def test_the_served_model_is_listed_and_others_are_a_404(sdk):
     assert MODEL in [model.id for model in sdk.models.list()]
     assert sdk.models.retrieve(MODEL).id == MODEL
     with pytest.raises(openai.NotFoundError, match="does not exist"):
         sdk.models.retrieve("org/name")
 
 
-def test_chat(sdk):
+def test_a_chat_request_gets_text(sdk):
     asked = int(time.time())
     answer = create(sdk, user="somebody", metadata={"topic": "cities"}, store=False)
     (choice,) = answer.choices
@@ -151,7 +151,7 @@ def test_a_prediction_does_not_change_the_answer(sdk):
         create(sdk, prediction={"type": "content", "content": []})
 
 
-def test_several_choices(sdk):
+def test_streamed_choices_equal_complete_choices(sdk):
     fields = {"n": 2, "seed": 7, "temperature": 1.0, "max_completion_tokens": 8}
     whole = create(sdk, **fields)
     assert [choice.index for choice in whole.choices] == [0, 1]
@@ -162,7 +162,7 @@ def test_several_choices(sdk):
     assert texts == {choice.index: choice.message.content for choice in whole.choices}
 
 
-def test_reasoning(sdk):
+def test_reasoning_is_returned_and_accepted_again(sdk):
     """Users of open models read the reasoning and send it back."""
     thinking = sdk.with_options(base_url=os.environ["THINKING_BASE_URL"])
     whole = create(thinking, reasoning_effort="low")
@@ -178,7 +178,7 @@ def test_reasoning(sdk):
     assert create(thinking, messages=again).choices[0].message.reasoning
 
 
-def test_stop(sdk):
+def test_an_answer_ends_before_its_stop_string(sdk):
     text = create(sdk).choices[0].message.content
     stop = text[3:8]
     answer = create(sdk, stop=[stop])
@@ -186,7 +186,7 @@ def test_stop(sdk):
     assert answer.choices[0].finish_reason == "stop"
 
 
-def test_length(sdk):
+def test_an_answer_ends_at_the_length_limit(sdk):
     answer = create(sdk, max_completion_tokens=3)
     assert answer.choices[0].finish_reason == "length"
     assert answer.usage.completion_tokens == 3
@@ -200,7 +200,7 @@ def arguments(call):
     return GetWeather.model_validate_json(call.function.arguments, strict=True, extra="forbid")
 
 
-def test_tool_call_and_its_result(sdk):
+def test_a_tool_call_and_its_result_continue_the_conversation(sdk):
     asked = create(sdk, tools=[WEATHER], tool_choice="required", parallel_tool_calls=False, max_completion_tokens=80)
     (choice,) = asked.choices
     assert choice.finish_reason == "tool_calls"
@@ -221,7 +221,7 @@ def test_tool_call_and_its_result(sdk):
     assert answer.choices[0].message.tool_calls is None
 
 
-def test_named_tool(sdk):
+def test_a_named_tool_is_called(sdk):
     named = {"type": "function", "function": {"name": "get_weather"}}
     answer = create(sdk, tools=[WEATHER], tool_choice=named, max_completion_tokens=80)
     (call,) = answer.choices[0].message.tool_calls
@@ -229,7 +229,7 @@ def test_named_tool(sdk):
     assert answer.choices[0].finish_reason == "stop"
 
 
-def test_allowed_tools(sdk):
+def test_only_an_allowed_tool_is_called(sdk):
     other = {"type": "function", "function": {"name": "get_time", "parameters": {"type": "object", "properties": {}}}}
     allowed = {"mode": "required", "tools": [{"type": "function", "function": {"name": "get_weather"}}]}
     answer = create(
@@ -256,12 +256,12 @@ def test_streamed_tool_calls_join_to_the_complete_calls(sdk):
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
 
 
-def test_a_call_that_is_cut_off(sdk):
+def test_a_call_that_is_cut_off_has_finish_reason_length(sdk):
     answer = create(sdk, tools=[WEATHER], tool_choice="required", max_completion_tokens=3)
     assert answer.choices[0].finish_reason == "length"
 
 
-def test_parse(sdk):
+def test_parse_returns_a_typed_object(sdk):
     answer = sdk.chat.completions.parse(**DESCRIBE, response_format=City)
     message = answer.choices[0].message
     assert isinstance(message.parsed, City)
@@ -269,19 +269,19 @@ def test_parse(sdk):
     assert answer.choices[0].finish_reason == "stop"
 
 
-def test_parse_that_is_cut_off(sdk):
+def test_parse_raises_if_the_object_is_cut_off(sdk):
     with pytest.raises(openai.LengthFinishReasonError):
         sdk.chat.completions.parse(**DESCRIBE | {"max_completion_tokens": 3}, response_format=City)
 
 
-def test_parse_several(sdk):
+def test_parse_returns_several_choices(sdk):
     fields = DESCRIBE | {"temperature": 1.0, "seed": 3, "n": 2, "max_completion_tokens": 400}
     answer = sdk.chat.completions.parse(**fields, response_format=City)
     assert all(isinstance(choice.message.parsed, City) for choice in answer.choices)
     assert len(answer.choices) == 2
 
 
-async def test_stream_of_a_parsed_object(sdk_async):
+async def test_a_streamed_object_grows_to_the_complete_object(sdk_async):
     whole = await sdk_async.chat.completions.parse(**DESCRIBE, response_format=City)
     partial, done = [], []
     async with sdk_async.chat.completions.stream(**DESCRIBE, response_format=City) as stream:
@@ -296,7 +296,7 @@ async def test_stream_of_a_parsed_object(sdk_async):
     assert len({json.dumps(value) for value in partial}) > 4
 
 
-async def test_stream_of_parsed_arguments(sdk_async):
+async def test_streamed_arguments_parse_into_a_typed_object(sdk_async):
     tool = openai.pydantic_function_tool(GetWeather, name="get_weather")
     fields = ASKED | {"max_completion_tokens": 80}
     async with sdk_async.chat.completions.stream(
@@ -309,14 +309,14 @@ async def test_stream_of_parsed_arguments(sdk_async):
     assert [event.parsed_arguments for event in done] == [call.function.parsed_arguments]
 
 
-def test_any_json(sdk):
+def test_json_mode_gives_an_object(sdk):
     messages = [{"role": "user", "content": 'Say {"ok": true} and nothing else.'}]
     answer = create(sdk, messages=messages, response_format={"type": "json_object"}, max_completion_tokens=60)
     assert answer.choices[0].finish_reason == "stop"
     assert isinstance(json.loads(answer.choices[0].message.content), dict)
 
 
-def test_wrong_model(sdk):
+def test_an_unknown_model_is_a_404(sdk):
     with pytest.raises(openai.NotFoundError) as refused:
         create(sdk, model="gpt-4o")
     assert (refused.value.code, refused.value.param) == ("model_not_found", "model")
@@ -333,31 +333,31 @@ def test_wrong_model(sdk):
         ({"max_completion_tokens": 100_000}, "max_completion_tokens"),
     ],
 )
-def test_bad_field(sdk, fields, param, stream):
+def test_an_invalid_field_is_a_400_that_names_it(sdk, fields, param, stream):
     with pytest.raises(openai.BadRequestError) as refused:
         create(sdk, stream=stream, **fields)
     assert refused.value.param == param
     assert refused.value.request_id
 
 
-def test_wrong_key():
+def test_a_wrong_key_is_a_401():
     with openai.OpenAI(api_key="another", max_retries=0) as sdk, pytest.raises(openai.AuthenticationError):
         create(sdk)
 
 
-def test_unsupported_path(sdk):
+def test_an_unsupported_path_is_a_404(sdk):
     with pytest.raises(openai.NotFoundError):
         sdk.embeddings.create(model=MODEL, input="hi")
 
 
-def test_timeout(sdk):
+def test_a_client_timeout_raises(sdk):
     endless = {"max_completion_tokens": 1500, "extra_body": {"ignore_eos": True}}
     with pytest.raises(openai.APITimeoutError):
         create(sdk.with_options(timeout=0.5), **endless)
     create(sdk, max_completion_tokens=1)
 
 
-async def test_a_client_that_leaves(sdk_async):
+async def test_the_server_answers_after_a_client_has_left(sdk_async):
     endless = {"max_completion_tokens": 1500, "extra_body": {"ignore_eos": True}}
     stream = await create(sdk_async, stream=True, **endless)
     await anext(aiter(stream))

@@ -1,6 +1,6 @@
 """A session with pydantic-ai: agents with text output, with typed output in each mode, and with tools.
 
-pydantic-ai's provider for OpenAI takes base URL and key from the environment.
+pydantic-ai's provider for OpenAI takes the base URL and the key from the environment.
 """
 
 import os
@@ -21,7 +21,7 @@ QUESTION = "What is the capital of France?"
 # The example shows JSON on one line; the model then needs fewer tokens.
 DESCRIBE = 'Describe Paris like this: {"name": "Oslo", "population": 7, "sights": [{"name": "Fjord", "free": true}]}'
 SHORT = ModelSettings(temperature=0, max_tokens=12)
-# Without this, the model makes more calls than needed.
+# With parallel tool calls, the model makes more calls than needed.
 LONG = ModelSettings(temperature=0, max_tokens=200, parallel_tool_calls=False)
 
 
@@ -46,7 +46,7 @@ def agent(name=MODEL, **fields):
     return Agent(OpenAIChatModel(name), **{"instructions": "You are a guide. Answer briefly.", "retries": 0} | fields)
 
 
-async def test_chat():
+async def test_a_chat_request_gets_text():
     result = await agent().run(QUESTION, model_settings=SHORT)
     assert result.output
     assert result.usage.output_tokens <= 12
@@ -55,7 +55,7 @@ async def test_chat():
     assert response.finish_reason in ("stop", "length")
 
 
-async def test_stream():
+async def test_streamed_pieces_join_to_the_complete_answer():
     whole = await agent().run(QUESTION, model_settings=SHORT)
     async with agent().run_stream(QUESTION, model_settings=SHORT) as result:
         pieces = [piece async for piece in result.stream_text(delta=True, debounce_by=None)]
@@ -71,7 +71,7 @@ async def test_a_conversation_continues():
     assert second.usage.input_tokens > first.usage.input_tokens
 
 
-async def test_reasoning():
+async def test_reasoning_is_returned_and_accepted_again():
     """This test uses the direct API, because an agent repeats a request whose answer has no text."""
     model = OpenAIChatModel(MODEL, provider=OpenAIProvider(base_url=os.environ["THINKING_BASE_URL"]))
     question = [ModelRequest.user_text_prompt(QUESTION)]
@@ -90,13 +90,13 @@ OUTPUTS = [ToolOutput(City), NativeOutput(City), NativeOutput(City, strict=True)
 
 
 @pytest.mark.parametrize("output", OUTPUTS)
-async def test_typed_object(output):
+async def test_answers_parse_into_a_typed_object(output):
     result = await agent(output_type=output).run(DESCRIBE, model_settings=LONG)
     assert isinstance(result.output, City)
 
 
 @pytest.mark.parametrize("output", OUTPUTS[:2])
-async def test_stream_of_a_parsed_object(output):
+async def test_a_streamed_object_grows_to_the_complete_object(output):
     typed = agent(output_type=output)
     whole = await typed.run(DESCRIBE, model_settings=LONG)
     async with typed.run_stream(DESCRIBE, model_settings=LONG) as result:
@@ -105,13 +105,13 @@ async def test_stream_of_a_parsed_object(output):
     assert len(pieces) > 1
 
 
-async def test_prompted_object():
+async def test_a_prompted_object_is_json():
     output = PromptedOutput(Note, template=False)
     result = await agent(output_type=output).run('Say {"ok": true} and nothing else.', model_settings=LONG)
     assert isinstance(result.output, Note)
 
 
-async def test_tool_call_and_its_result():
+async def test_a_tool_call_and_its_result_continue_the_conversation():
     asked = []
 
     def settings(context):
@@ -136,13 +136,13 @@ async def test_tool_call_and_its_result():
     assert isinstance(result.all_messages()[-2], ModelResponse)
 
 
-async def test_wrong_model():
+async def test_an_unknown_model_is_a_404():
     with pytest.raises(ModelNotFoundError) as refused:
         await agent("gpt-4o").run(QUESTION, model_settings=SHORT)
     assert refused.value.body["code"] == "model_not_found"
 
 
-async def test_bad_field():
+async def test_an_invalid_field_is_a_400_that_names_it():
     with pytest.raises(ModelHTTPError) as refused:
         await agent().run(QUESTION, model_settings=SHORT | {"temperature": 9})
     assert refused.value.status_code == 400
@@ -154,13 +154,13 @@ async def test_a_prompt_longer_than_the_context_is_a_400():
         await agent().run("long " * 3000)
 
 
-async def test_wrong_key():
+async def test_a_wrong_key_is_a_401():
     keyed = Agent(OpenAIChatModel(MODEL, provider=OpenAIProvider(api_key="another")))
     with pytest.raises(ModelAuthenticationError):
         await keyed.run(QUESTION, model_settings=SHORT)
 
 
-async def test_a_client_that_leaves():
+async def test_the_server_answers_after_a_client_has_left():
     endless = ModelSettings(max_tokens=1500, extra_body={"ignore_eos": True})
     async with agent().run_stream(QUESTION, model_settings=endless) as result:
         await anext(aiter(result.stream_text(delta=True, debounce_by=None)))

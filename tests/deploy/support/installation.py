@@ -69,7 +69,7 @@ def install_wheels(wheels: dict[str, Path], environment: Path) -> None:
 def start_from_wheels(
     wheels: dict[str, Path], folder: Path, run_server: Callable, flags: tuple[str, ...], stack: ExitStack
 ) -> InstalledServer:
-    """Starts the server without the default model, which fails, and then with it, until `stack` closes."""
+    """Checks that a start without the default model fails. Then runs the server with it until `stack` closes."""
     install_wheels(wheels, folder / "environment")
     program = folder / "environment" / "bin" / "nanovllm-server"
     own_variables = ("VIRTUAL_ENV", "UV_PROJECT_ENVIRONMENT", "PYTEST_", "PYTHON")

@@ -17,7 +17,7 @@ DEPLOY = Path(__file__).parents[3] / "docs" / "deploy"
 # Programs that dependency groups install beside the interpreter.
 PROGRAMS = Path(sys.executable).parent
 KEY = "a key"
-# Only end a test that would wait forever.
+# These limits only end a test that would wait forever.
 START_S = STOP_S = 60
 TIMEOUT_S = 120
 # Settings that keep Caddy away from the user's files and from the network.

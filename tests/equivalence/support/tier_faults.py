@@ -40,15 +40,15 @@ TIER_SETTINGS = {"num_blocks": 40, "kv_offload_gib": 0.0004, "kv_offload_disk_gi
 MAX_FAULT_INTERVAL_S = 0.1
 MAX_WAIT_S = 20.0  # for the end of an idle engine's copies, or for the first scan of a new process
 NUM_QUIET_ROUNDS = NUM_CONVERSATIONS // 2  # rounds in which nearly all conversations have a turn
-# Faults that last for a while. A file of this name beside the directory tells the engine's process.
+# Faults that last for a while. The engine's process sees them as files of these names beside the directory.
 TEMPORARY_FAULTS = ("fill_disk", "fail_copies")
 ENGINE_FAULTS = ("kill", *TEMPORARY_FAULTS)
 SAMPLINGS = ({"temperature": 0.0}, {"temperature": 0.8, "top_p": 0.95})
 
 
 @dataclass(frozen=True)
-class TieredEngine:
-    """Loads the model in the engine's process, where it makes loads and writes more frequent."""
+class TieredEngineRecipe:
+    """Loads the model in the engine's process. Patches there make loads and writes more frequent and inject faults."""
 
     path: Path
     config: EngineConfig
@@ -56,12 +56,13 @@ class TieredEngine:
     def __call__(self) -> tuple[ModelSpec, EngineConfig]:
         drop_privileges()
         block_files._SUSPENSION_S = block_files._SCAN_RETRY_S = 0.05
-        # To compute the prompts of a tiny model is faster than any load.
+        # Otherwise nothing would be loaded: computing a tiny model's prompts is faster than any load.
         CopyTimeModel.predict = lambda *_: 0.0
         write_file = BlockFiles._write_file
 
         def write_part(files: BlockFiles, block_hash: bytes, payload: memoryview) -> None:
             is_full = fault_marker(self.config.kv_offload_dir, "fill_disk").exists()
+            # A full disk takes only a part of a file.
             max_bytes = random.randrange(payload.nbytes) if is_full else resource.RLIM_INFINITY
             resource.setrlimit(resource.RLIMIT_FSIZE, (max_bytes, resource.RLIM_INFINITY))
             write_file(files, block_hash, payload)
@@ -83,7 +84,7 @@ class TieredEngine:
 
 
 def fault_marker(directory: Path, name: str) -> Path:
-    """A file that exists while a temporary fault lasts. A full disk takes only parts of files."""
+    """The file that exists while a temporary fault lasts."""
     return directory.with_name(name)
 
 
@@ -110,7 +111,7 @@ class Campaign:
         self._directory = directory
         self._rng = random.Random(seed)
         self._faults = DirectoryFaults(directory, self._rng)
-        self._names = choose_forever([*FAULTS, *ENGINE_FAULTS], self._rng)
+        self._fault_names = choose_forever([*FAULTS, *ENGINE_FAULTS], self._rng)
         self._conversations = [Conversation(self._rng.getrandbits(31)) for _ in range(NUM_CONVERSATIONS)]
         self._engine: EngineClient | None = None
         self._process: EngineProcess | None = None
@@ -138,7 +139,7 @@ class Campaign:
 
     async def _start(self) -> None:
         config = EngineConfig(**COMMON_SETTINGS, **TIER_SETTINGS, kv_offload_dir=self._directory)
-        self._process = EngineProcess(TieredEngine(self._model, config))
+        self._process = EngineProcess(TieredEngineRecipe(self._model, config))
         self._engine = await EngineClient.adopt(self._process)
         self._is_serving.set()
         self._unknown_seeds = {conversation.seed for conversation in self._conversations}
@@ -154,7 +155,7 @@ class Campaign:
         """Restart, and wait until the new process has found the files of its predecessor."""
         old_writers = set(self._directory.glob("writer-*"))
         await self._restart()
-        # A process reserves bytes, as a file of this name, at the end of its scans.
+        # At the end of its scans, a process reserves bytes with a file of this name.
         await wait_until(
             lambda: not old_writers.issuperset(self._directory.glob("writer-*")),
             lambda: "the new process has not scanned the directory",
@@ -203,7 +204,7 @@ class Campaign:
             return tokens, num_cached
 
     async def _inject_fault(self) -> None:
-        name = next(self._names)
+        name = next(self._fault_names)
         if name == "kill":
             await self._restart()
         elif name in TEMPORARY_FAULTS:

@@ -89,7 +89,7 @@ class TinyModel(NamedTuple):
     """A config of transformers.
 
     family: prefix of transformers' class names.
-    fields: in addition to COMMON.
+    fields: fields of the config in addition to COMMON.
     has_mtp: the checkpoint has layers for multi-token prediction.
     """
 
@@ -195,7 +195,7 @@ async def generate(
 ) -> list[list[int]]:
     """Return the answers to `make_prompts`.
 
-    predictions: of the answers, for engines with speculation.
+    predictions: the predicted answer of each request, for engines with speculation.
     draft: directory of the draft model.
     samplings: options that the requests have in turn.
     logprobs: receives the log-probabilities of the tokens of each answer; empty for requests that ask for none.
@@ -206,7 +206,7 @@ async def generate(
     config = EngineConfig(device=device, dtype="float32", forbid_sync=device == "cuda", **{"depth": 2, **settings})
     draft_directory = None if draft is None else ModelDirectory(draft, draft.name)
     patch = pytest.MonkeyPatch()
-    # To compute a tiny model's blocks is often faster than to load or fetch them.
+    # Otherwise few blocks would be loaded or fetched: computing a tiny model's blocks is often faster.
     patch.setattr(CopyTimeModel, "predict", lambda *_: 0.0)
     patch.setattr(FetchTimes, "is_worthwhile", lambda *_: True)
     engine = await AsyncEngine.start(load(path, draft=draft_directory), config)
@@ -227,7 +227,7 @@ async def generate(
     try:
         if prepare is not None:
             await prepare(engine)
-        # With host memory, all prompts return once.
+        # With host memory, each prompt is sent twice.
         for _ in range(2 if config.kv_offload_gib else 1):
             requests = (generate_after_delay(index, prompt) for index, prompt in enumerate(make_prompts()))
             tokens, token_logprobs = map(list, zip(*await asyncio.gather(*requests), strict=True))

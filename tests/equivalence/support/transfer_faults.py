@@ -50,7 +50,7 @@ FAULTS = (*TEMPORARY_FAULTS, *PROCESS_FAULTS)
 
 
 @dataclass(frozen=True)
-class FaultyEngine:
+class FaultyEngineRecipe:
     """Loads the model in the engine's process, where faults occur while files of their names exist in `directory`."""
 
     model: Path
@@ -58,7 +58,7 @@ class FaultyEngine:
     config: EngineConfig
 
     def __call__(self) -> tuple[ModelSpec, EngineConfig]:
-        # To compute the prompts of a tiny model is faster than any fetch.
+        # Otherwise nothing would be fetched: computing a tiny model's prompts is faster than any fetch.
         CopyTimeModel.predict = lambda *_: 0.0
         FetchTimes.is_worthwhile = lambda *_: True
         for sender in (PeerConnection, PrefixServer):
@@ -110,7 +110,7 @@ class FaultyEngine:
 class FaultyProcess:
     """An engine in a process, which is started again after it is killed."""
 
-    def __init__(self, recipe: FaultyEngine):
+    def __init__(self, recipe: FaultyEngineRecipe):
         self._recipe = recipe
         self.engine: EngineClient | None = None
         self.is_serving = asyncio.Event()
@@ -153,17 +153,17 @@ class Campaign:
         self._directory = directory
         self._max_answer_s = max_answer_s
         self._rng = random.Random(seed)
-        self._names = choose_forever(FAULTS, self._rng)
+        self._fault_names = choose_forever(FAULTS, self._rng)
         self._conversations = [Conversation(self._rng.getrandbits(31)) for _ in range(NUM_CONVERSATIONS)]
         common = {**COMMON_SETTINGS, "transfer_carrier": carrier}
         common["transfer_secret_file"] = write_secret(directory / "secret")
         address = f"ipc://{directory}/transfer"
         prefill = EngineConfig(**common, **PREFILL_SETTINGS, transfer_listen=address)
         decode = EngineConfig(**common, **DECODE_SETTINGS, transfer_peers=(address,), prefill_peer=address)
-        self._prefill = FaultyProcess(FaultyEngine(model, directory, prefill))
-        self._decode = FaultyProcess(FaultyEngine(model, directory, decode))
+        self._prefill = FaultyProcess(FaultyEngineRecipe(model, directory, prefill))
+        self._decode = FaultyProcess(FaultyEngineRecipe(model, directory, decode))
         self.totals: Counter[str] = Counter()
-        self.max_answer_s = 0.0
+        self.slowest_answer_s = 0.0
 
     async def run(self, num_faults: int) -> None:
         """Inject `num_faults` faults. Raises AssertionError if an answer or an engine is wrong."""
@@ -225,12 +225,12 @@ class Campaign:
                     raise
                 continue
             answer_s = time.monotonic() - begin_s
-            self.max_answer_s = max(self.max_answer_s, answer_s)
+            self.slowest_answer_s = max(self.slowest_answer_s, answer_s)
             assert answer_s < self._max_answer_s, f"an answer took {answer_s:.1f} s"
             return tokens
 
     async def _inject_fault(self) -> None:
-        name = next(self._names)
+        name = next(self._fault_names)
         seconds = self._rng.random() * MAX_FAULT_S
         await asyncio.sleep(self._rng.random() * MAX_FAULT_DELAY_S)
         match name:
@@ -275,7 +275,7 @@ def main() -> None:
         for carrier in arguments.carriers:
             campaign = run_campaign(name, carrier, arguments.faults, arguments.seed, arguments.max_answer_s)
             totals = ", ".join(f"{key} {total}" for key, total in sorted(campaign.totals.items()))
-            print(f"{name} | {carrier} | slowest answer {campaign.max_answer_s:.2f} s | {totals}", flush=True)
+            print(f"{name} | {carrier} | slowest answer {campaign.slowest_answer_s:.2f} s | {totals}", flush=True)
 
 
 if __name__ == "__main__":

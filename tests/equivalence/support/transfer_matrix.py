@@ -23,7 +23,7 @@ from nanovllm_models import load
 
 CARRIERS = ("shm", "tcp", "nixl") if sys.platform == "linux" else ("tcp",)
 HOST_MEMORY = {"kv_offload_gib": 0.05}
-# Settings of both engines. FILES stands for a directory of each engine's own.
+# Settings of both engines. FILES stands for a directory that only one engine uses.
 FILES = "files"
 TRANSFER_SETTINGS = {
     "all at once": AMPLE_CACHE,
@@ -60,7 +60,7 @@ async def compare(path: Path, device: str, setting: str, carrier: str) -> Engine
     if settings.get("speculate") == "ngram":
         options["predictions"] = predict(expected)
     with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
-        # Steps propose as many drafts as they may, because no step seems to take time.
+        # Steps propose as many drafts as they may, because all measured times are 0.
         patch.setattr(build, "measure_draft_times", lambda *_: DraftTimes())
         secret = write_secret(Path(directory, "secret"))
         transfer = {"transfer_secret_file": secret, "transfer_carrier": carrier}
@@ -89,7 +89,7 @@ async def compare(path: Path, device: str, setting: str, carrier: str) -> Engine
 
 
 def write_secret(path: Path) -> Path:
-    """Write a new secret of transfers."""
+    """Write a new secret for transfers."""
     path.write_bytes(os.urandom(32))
     path.chmod(0o600)
     return path
@@ -103,7 +103,7 @@ async def await_peer(engine: AsyncEngine) -> None:
 
 
 async def await_idle(engine: Engine) -> None:
-    """Wait until `engine` holds no blocks for others."""
+    """Wait until `engine` holds no blocks for other engines."""
     await wait_until(lambda: engine.stats.num_leases == 0 and engine.stats.num_free_blocks == engine.stats.num_blocks)
 
 

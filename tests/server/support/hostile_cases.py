@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 GOOD = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
 REFUSED = frozenset(range(400, 500))
-# For cases that a later release may accept.
+# Allowed statuses of cases that a later release may accept.
 ANY = REFUSED | {200}
 # Stands for text of the same length, which each `Case.make_data` chooses anew. The server caches compiled grammars by
 # their source, so a grammar that contains UNIQUE is compiled each time.
@@ -52,8 +52,8 @@ def post(body: bytes, *lines: str | bytes, kind: str = "application/json") -> by
     return head("Host: x", "Connection: close", f"Content-Type: {kind}", f"Content-Length: {len(body)}", *lines) + body
 
 
-def chat_request(**make_field_cases) -> bytes:
-    return post(json.dumps({**GOOD, **make_field_cases}).encode())
+def chat_request(**fields) -> bytes:
+    return post(json.dumps({**GOOD, **fields}).encode())
 
 
 def chunked(*parts: bytes) -> bytes:
@@ -74,8 +74,8 @@ def nested_schema(depth: int) -> dict:
     return schema
 
 
-def message(content, **make_field_cases) -> dict:
-    return {"messages": [{"role": "user", "content": content, **make_field_cases}]}
+def message(content, **fields) -> dict:
+    return {"messages": [{"role": "user", "content": content, **fields}]}
 
 
 def tool(parameters, name="f") -> dict:

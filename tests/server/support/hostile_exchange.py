@@ -13,7 +13,7 @@ from hostile_cases import Case, chat_request
 # Only ends a test that would wait forever: `test_hostile.py` checks the time of each answer.
 PATIENCE_S = 60
 STREAM_TOKENS = 400
-# Number of chunks after an answer that count as "beside" it. A chunk may have been on its way before a stall.
+# Number of chunks after an answer that count as "beside" its case. A chunk may have been on its way before a stall.
 NUM_CHUNKS_AFTER = 4
 
 
@@ -35,6 +35,7 @@ async def _check_response(
     case: Case, data: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
 ) -> str | None:
     if case.leave == "reset":
+        # SO_LINGER with a timeout of 0: closing the socket resets the connection.
         writer.get_extra_info("socket").setsockopt(1, 13, struct.pack("ii", 1, 0))
     writing = asyncio.create_task(_write(data, writer))
     if case.leave is not None:
@@ -133,7 +134,7 @@ class Streams:
         Returns (time to the answer in seconds, longest gap beside the case in seconds).
         """
         data = case.make_data()
-        # Making 100 MB blocks this event loop, which would look like a gap.
+        # Making the data, up to 100 MB, blocks this event loop. Without waiting, this would look like a gap.
         await self.wait_for_chunks(NUM_CHUNKS_AFTER)
         begin_s = time.monotonic()
         answer_s = await measure_answer(self._url, case, data)

@@ -52,11 +52,12 @@ def find_descendants(pid: int) -> list[int]:
 
 
 def memory_of(pid: int) -> int:
+    """Resident memory in pages."""
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1])
 
 
 def find_ranks(server_pid: int, num_ranks: int) -> list[int]:
-    """The process ids of the ranks: the engine's process, then its largest children."""
+    """The process ids of the ranks: the engine's process, then the other ranks in the order of their start."""
     processes = read_processes()
     children = [pid for pid, (parent, _) in processes.items() if parent == server_pid]
     engine = max(children, key=memory_of)
@@ -116,7 +117,7 @@ async def kill_once(command: list[str], rank: int, num_ranks: int) -> str:
 
 
 async def _kill_once(command: list[str], rank: int, num_ranks: int, directory: str) -> str:
-    """Do the same, with `directory` for temporary files."""
+    """Do the work of `kill_once`, with `directory` for temporary files."""
     server = await asyncio.create_subprocess_exec(
         *command,
         stdout=asyncio.subprocess.PIPE,

@@ -34,9 +34,9 @@ MIXED_STEP_LIMIT_S: dict[Device, float] = {"cpu": 0.25, "cuda": 0.05}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedSettings:
-    """Settings that `EngineConfig` and `ResolvedConfig` share: resolving does not change them.
+    """Settings that `EngineConfig` and `ResolvedConfig` share. Resolving changes only `prefix_hash`.
 
-    None leaves the choice to the engine.
+    None means the default that the help text states; without such a default, None turns the feature off.
 
     The server makes a flag from each field of this class and of `EngineConfig`. A field's annotation is the help text.
     """
@@ -69,7 +69,7 @@ class SharedSettings:
     kv_offload_gib: Annotated[
         float,
         "host memory of all ranks for copies of cached blocks, in GiB; a prompt loads the blocks that the cache has "
-        "evicted, if that is faster than to compute them; 0: none",
+        "evicted, if that is faster than computing them; 0: none",
     ] = 0.0
     kv_offload_dir: Annotated[
         Path | None,

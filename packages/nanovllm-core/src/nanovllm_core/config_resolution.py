@@ -107,8 +107,7 @@ def _resolve_attention_backend(
     for name, extra, is_installed in (("flash", "flash-attn", has_flash_attention), ("cutedsl", "cutedsl", has_cute)):
         if backend == name and not is_installed:
             raise ConfigError(
-                f"attention_backend '{name}' needs a Hopper GPU and nanovllm-kernels[{extra}]: install that, or use "
-                "'triton'"
+                f"attention_backend '{name}' needs a Hopper GPU and nanovllm-kernels[{extra}]: otherwise use 'triton'"
             )
     return backend
 

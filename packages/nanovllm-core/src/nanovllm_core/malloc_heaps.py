@@ -10,7 +10,7 @@ _M_ARENA_MAX = -8
 
 
 def limit_malloc_heaps(num_heaps: int, max_block_bytes: int | None = None) -> None:
-    """Limit the heaps of this process. Has no effect without glibc.
+    """Limit the heaps (arenas) of this process. Has no effect without glibc.
 
     num_heaps: maximum number of heaps. By default, a process has up to eight heaps per CPU core.
     max_block_bytes: malloc returns blocks above this size to the system when they are freed. None: glibc chooses.

@@ -119,10 +119,10 @@ class CausalLM(Protocol):
 
 
 class PredictionHead(Protocol):
-    """A head for multi-token prediction (MTP): predicts the token at position p + 2 from the token at p + 1.
+    """A head for multi-token prediction (MTP).
 
-    The second input is the hidden state at position p. The head's layers have caches like the attention layers of the
-    model. The specs of these layers are at the end of the model's `cache_specs`.
+    Predicts the token at position p + 2 from the token at p + 1 and the hidden state at p. The head's layers have
+    caches like the model's attention layers. The specs of these caches are at the end of the model's `cache_specs`.
     """
 
     def forward(self, input_ids: Tensor, positions: Tensor, hidden: Tensor, ctx: ForwardContext) -> Tensor:

@@ -25,8 +25,8 @@ class Checkpoint(NamedTuple):
 class RequestStatus(Enum):
     """Tells what a request waits for. Preemption changes RUNNING to WAITING.
 
-    WAITING_KV: copies to the request's blocks are in flight or have ended, or blocks are fetched from another engine.
-        After a fetch or a failed copy, the request is WAITING again.
+    WAITING_KV: host memory or another engine sends cached blocks, or the blocks are loaded and the request can start.
+        After a fetch from another engine or a failed load, the request is WAITING again.
     """
 
     WAITING_GRAMMAR = "waiting for its grammar"
@@ -49,10 +49,10 @@ class RequestState:
     scheduled_time: value of `time.monotonic` at the first admission.
     num_accepted_drafts, num_rejected_drafts: totals of verified drafts.
     num_scheduled_prompt_logprobs: number of prompt tokens whose log-probabilities a step has computed or will compute.
-    row: index of the request in the tables of the scheduler and of the device; -1 while not running.
+    row: index of the request in the tables of the scheduler and of the device; -1 without a row.
     block_hashes: hashes of the full blocks, in order. A hash covers the block and all tokens before the block.
     num_committed_blocks: number of leading blocks that are in the prefix cache.
-    has_loaded: whether a load of a part of the prefix, which may not be retried, began since the last preemption.
+    has_loaded: whether a load of the prefix has begun, so that `CacheManager.start_load` begins no other load.
     state_slot: slot that holds the state of a recurrent model; 0 for other models.
     source_state_slot: slot of the checkpoint that becomes the initial state; 0 for an initial state of zeros.
     checkpoints: checkpoints that are planned but not saved yet, in order of position.

@@ -51,7 +51,7 @@ def directory(tmp_path) -> Path:
 
 @pytest.fixture
 def open_files(directory) -> Iterator[Callable[..., BlockFiles]]:
-    """A function that starts an engine's store, and waits until the store has its index."""
+    """A function that opens a store, and waits until the store has its index."""
     opened = []
 
     def open_one(max_bytes: int = AMPLE_BYTES, identity: bytes = b"model") -> BlockFiles:
@@ -80,7 +80,7 @@ def test_payloads_outlive_the_engine(open_files):
     assert restarted.counts.bytes_read == len(HASHES) * PAYLOAD_BYTES
 
 
-def test_an_identity_does_not_find_the_blocks_of_another(open_files):
+def test_a_store_does_not_find_blocks_of_another_identity(open_files):
     first, second = open_files(identity=b"one"), open_files(identity=b"two")
     first.write(HASHES[0], payload_of(HASHES[0]))
     assert not second.contains(HASHES[0])
@@ -213,7 +213,7 @@ def test_a_directory_that_vanishes_gives_misses_until_it_is_back(open_files, dir
     monkeypatch.setattr(block_files, "_SUSPENSION_S", 0)
     files.write(HASHES[0], payload_of(HASHES[0]))
     directory.rename(elsewhere)
-    assert files.contains(HASHES[0])  # The index needs no disk.
+    assert files.contains(HASHES[0])  # The index is in memory.
     assert read(files, HASHES[0]) is None
     for block_hash in HASHES:
         files.write(block_hash, payload_of(block_hash))
@@ -232,7 +232,7 @@ def test_a_directory_is_private(open_files, directory, monkeypatch):
     directory.chmod(0o750)
     with pytest.raises(ConfigError, match=r"kv_offload_dir is .*: run chmod 700"):
         open_files()
-    # Nothing is written either if others get access later.
+    # If others get access later, the store stops writing.
     scan(files)
     files.write(HASHES[0], payload_of(HASHES[0]))
     assert files.counts.num_write_errors == 1
@@ -255,12 +255,12 @@ def test_a_limit_below_two_files_is_refused(open_files):
 
 
 @pytest.fixture
-def scans_when_needed(monkeypatch) -> None:
-    """Without scans in the background, which would evict files at other times in each run."""
+def without_background_scans(monkeypatch) -> None:
+    """Disable the scans in the background, which would evict files at different times in each run."""
     monkeypatch.setattr(BlockFiles, "_scan_repeatedly", scan)
 
 
-@pytest.mark.usefixtures("scans_when_needed")
+@pytest.mark.usefixtures("without_background_scans")
 def test_the_least_recently_used_file_is_evicted(open_files, directory):
     files = open_files()
     max_bytes = 10 * files._file_bytes
@@ -269,7 +269,7 @@ def test_the_least_recently_used_file_is_evicted(open_files, directory):
         os.utime(path_of(directory, block_hash), (1000 - age, 1000 - age))
     assert read(files, HASHES[8]) is not None
     files.close()
-    # Another engine has to evict these files, and one file is reserved at any time.
+    # An engine with a lower limit must evict these files. It keeps the bytes of one file reserved.
     files = open_files(max_bytes, b"other")
     for number, block_hash in enumerate(HASHES[9:12]):
         files.write(block_hash, payload_of(block_hash))
@@ -283,8 +283,8 @@ def test_the_least_recently_used_file_is_evicted(open_files, directory):
 
 @pytest.mark.parametrize("num_engines", [1, 2, 3])
 @pytest.mark.parametrize("has_one_identity", [False, True])
-@pytest.mark.usefixtures("scans_when_needed")
-def test_engines_together_keep_the_limit(open_files, directory, num_engines, has_one_identity):
+@pytest.mark.usefixtures("without_background_scans")
+def test_engines_together_stay_within_the_limit(open_files, directory, num_engines, has_one_identity):
     max_bytes, rng = 12 * (PAYLOAD_BYTES + 400), random.Random(0)
     engines = [open_files(max_bytes, b"" if has_one_identity else b"%d" % index) for index in range(num_engines)]
     for _ in range(300):
@@ -312,7 +312,7 @@ def test_engines_find_the_files_of_each_other(open_files):
     assert not second.contains(HASHES[0])
 
 
-@pytest.mark.usefixtures("scans_when_needed")
+@pytest.mark.usefixtures("without_background_scans")
 def test_writes_are_skipped_while_another_engine_scans(open_files, directory):
     # The limit is so low that each file needs a reservation of its own.
     files = open_files(3 * (PAYLOAD_BYTES + 400))
@@ -325,7 +325,7 @@ def test_writes_are_skipped_while_another_engine_scans(open_files, directory):
     assert files.contains(HASHES[3])
 
 
-@pytest.mark.usefixtures("scans_when_needed")
+@pytest.mark.usefixtures("without_background_scans")
 def test_files_that_are_being_written_count_towards_the_limit(open_files, directory, monkeypatch):
     files = open_files(max_bytes := 5 * (PAYLOAD_BYTES + 400))
     rename, has_started, may_end = Path.rename, threading.Event(), threading.Event()

@@ -12,13 +12,15 @@ def make_manager(num_blocks: int = 8, *, hash_algorithm: str = "fast", watermark
 
 def admit_request(cache: CacheManager, name: str, tokens: list[int], salt: str = "") -> RequestState:
     request = RequestState(0, Request(name, list(tokens), cache_salt=salt))
-    assert cache.admit(request, keep_watermark=False) is not None
+    assert isinstance(cache.admit(request, keep_watermark=False), int)
     return request
 
 
-def count_cached_tokens(cache: CacheManager, tokens: list[int], salt: str = "") -> int | None:
-    """Number of tokens of a prompt that are cached."""
-    return cache.admit(RequestState(0, Request("x", list(tokens), cache_salt=salt)), keep_watermark=False)
+def count_cached_tokens(cache: CacheManager, tokens: list[int], salt: str = "") -> int:
+    """Admit a request. Returns the number of its tokens that are cached."""
+    num_cached = cache.admit(RequestState(0, Request("x", list(tokens), cache_salt=salt)), keep_watermark=False)
+    assert isinstance(num_cached, int)
+    return num_cached
 
 
 def finish_request(cache: CacheManager, request: RequestState) -> None:

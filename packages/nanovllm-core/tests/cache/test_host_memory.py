@@ -1,4 +1,4 @@
-"""The sizes and the counters of the host memory, as several ranks share them."""
+"""Sizes and counters of the host memory that several ranks share."""
 
 from dataclasses import replace
 
@@ -73,10 +73,10 @@ def test_a_batch_is_done_when_all_ranks_have_counted_it():
     memory = make_memory()
     assert not memory.is_ready
     memory.set_ready(0)
-    assert memory.will_be_ready
+    assert memory.is_pinning
     memory.set_ready(1)
     assert memory.is_ready
-    assert not memory.will_be_ready
+    assert not memory.is_pinning
     memory.count_done(0, Direction.LOAD)
     assert memory.num_done(Direction.LOAD) == 0
     memory.count_failure(1)
@@ -89,10 +89,10 @@ def test_a_batch_is_done_when_all_ranks_have_counted_it():
 def test_memory_that_one_rank_can_not_use_is_never_ready():
     memory = make_memory()
     memory.set_unusable(1)
-    assert not memory.will_be_ready
+    assert not memory.is_pinning
     memory.set_ready(0)
     assert not memory.is_ready
-    assert not memory.will_be_ready
+    assert not memory.is_pinning
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ def test_no_block_of_a_request_is_hashed_twice(monkeypatch):
     for end in (22, 23, 24):
         first.output_ids.append(7)
         cache.commit(first, end)
-    # Preempted and resumed, a request keeps its hashes.
+    # A request keeps its hashes when it is preempted and resumed.
     cache.release(first)
     assert cache.admit(first, keep_watermark=False) == 24
     assert len(hashed) == len(set(hashed)) == 11

@@ -44,7 +44,7 @@ def test_a_directory_without_space_for_the_secret_is_refused(tmp_path, monkeypat
         load_secret(tmp_path / "blocks")
 
 
-def test_others_can_not_give_a_directory_with_a_secret(tmp_path):
+def test_a_directory_that_other_users_can_write_is_refused(tmp_path):
     tmp_path.chmod(0o777)
     with pytest.raises(ConfigError, match="chmod 700"):
         load_secret(tmp_path)

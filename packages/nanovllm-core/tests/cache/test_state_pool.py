@@ -19,7 +19,7 @@ def make_manager(num_state_slots: int, max_running: int) -> CacheManager:
 def admit_request(cache: CacheManager, tokens: list[int]) -> tuple[RequestState, int]:
     request = RequestState(next(REQUEST_KEYS), Request("r", list(tokens)))
     computed = cache.admit(request, keep_watermark=False)
-    assert computed is not None
+    assert isinstance(computed, int)
     return request, computed
 
 
@@ -49,7 +49,7 @@ def test_checkpoint_is_found_only_after_the_same_tokens_in_cached_blocks():
     prompt = list(range(200))
     first, computed = admit_request(cache, prompt)
     assert computed == 0
-    # Nothing is found before the step that makes it has ended.
+    # A checkpoint is found only after the step that writes it has ended.
     second, computed = admit_request(cache, prompt)
     assert computed == 0
     assert second.state_slot != first.state_slot

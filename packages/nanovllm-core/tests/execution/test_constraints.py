@@ -1,4 +1,4 @@
-"""When a step waits for the tokens of the previous step because of grammars and budgets."""
+"""Tests when a step must wait for the tokens of the previous step, because of grammars or budgets."""
 
 import numpy as np
 import torch
@@ -83,7 +83,7 @@ def test_skipped_and_reassigned_rows_are_not_advanced():
     step = FinishedStep([4, 9])
     constraints.end_step(step)
     step.is_finished = True
-    # The request has ended meanwhile, and the next request has its row.
+    # The request of row 0 has ended meanwhile, and a new request has the row.
     assert constraints.begin_step(make_plan([1, 0], [make_new_row(0, reasoning_budget=ReasoningBudget(0, (10,)))]))
     which, bits = constraints.fill_masks(np.arange(2))
     assert (which.tolist(), allowed_tokens(bits)) == ([1], [[10]])
@@ -110,7 +110,7 @@ def test_grammars_advance_in_one_call_and_a_failing_grammar_fails_only_its_row()
     assert constraints.failures == []
     constraints.fill_masks(np.arange(4))
     assert constraints.failures == [GrammarFailure(2, 0, "the grammar can't be followed further: too deep")]
-    # The end token for both remaining grammars.
+    # Rows 0 and 3, whose grammars remain, sample the end token.
     constraints.end_step(FinishedStep([5, 7, 7, 5]))
     assert constraints.begin_step(make_plan(rows))
     assert constraints.fill_masks(np.arange(4)) is None
@@ -128,7 +128,7 @@ def test_slow_call_makes_the_next_steps_match_and_time_each_row_separately(monke
         assert len(calls) == num_calls
         if step == 2:
             assert all(constraint.match_s > 0 for constraint in constraints._constraint_by_row.values())
-            # From now on no call is long.
+            # From now on, no call counts as slow.
             monkeypatch.setattr(constraints_module, "_MAX_BATCH_CALL_S", 10.0)
         constraints.end_step(FinishedStep([7, 7]))
         constraints.begin_step(make_plan(rows))

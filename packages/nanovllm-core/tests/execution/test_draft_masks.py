@@ -78,7 +78,7 @@ def test_matchers_are_called_once_per_entry_for_all_rows():
     num_masks, masks = fill_entries(constraints, make_plan(range(4), num_drafts=[1, 3, 3, 0]))
     assert num_masks == 10
     assert masks == {0: [1], 1: [2], 2: [1], 3: [2], 4: [3], 5: [4], 6: [1], 7: [2]}
-    # Advance by tokens of the first step; fill, advance and fill; then row 1 alone.
+    # For all 3 rows: advance by the tokens of the first step, fill, advance, fill. Row 1 goes on without batch calls.
     assert calls == [3, 3, 3, 3]
 
 
@@ -94,10 +94,10 @@ def test_end_token_among_the_drafts_ends_the_grammar_but_not_the_allowed_ids():
         10,
         {0: [4], 1: [END], 5: [4], 6: [END], 7: with_end, 8: with_end, 9: with_end},
     )
-    # Nothing was accepted but one token.
+    # Each row accepted one token only.
     constraints.end_step(FinishedStep([4, 4], [1, 1], [[END, 0, 0, 0]] * 2))
     assert fill_entries(constraints, make_plan([0, 1])) == (2, {0: [END], 1: [END]})
-    # The end token is accepted with a token after it.
+    # Each row accepts the end token and a token after it.
     constraints.end_step(FinishedStep([END, END], None, [[0, 0, 0, 0]] * 2))
     assert fill_entries(constraints, make_plan([0, 1])) == (2, {1: with_end})
 
@@ -115,7 +115,7 @@ def test_budget_is_forced_after_drafts():
 
 
 @pytest.mark.parametrize("num_accepted", [1, 3])
-def test_budget_that_a_mask_after_drafts_drops_is_dropped_if_the_drafts_are_accepted(num_accepted):
+def test_budget_that_can_not_be_forced_after_drafts_is_dropped_only_if_the_drafts_are_accepted(num_accepted):
     # The grammar allows token n after n tokens. So the end of the reasoning is forbidden after 3 tokens.
     row = make_new_row(0, CountingGrammar(), reasoning_budget=ReasoningBudget(3, (4,)))
     constraints = start([row], [0], [[1, 2, 3]])
@@ -155,9 +155,9 @@ def test_grammar_that_fails_after_drafts_fails_only_a_request_that_accepts_them(
         assert fill_entries(constraints, plan) == (5 * num_rows, masks | other_masks)
         assert constraints.failures == [GrammarFailure(0, 3, reason)]
         assert constraints._constraint_by_row[0].failure is None
-        # The same position again, as if the step had not been launched.
+        # Try the same position again, as if the step had not been launched.
         constraints._constraint_by_row[0].num_launched_outputs = 1
-    # After the failure, no call is for all rows.
+    # After the failure, no call matches all rows at once.
     assert calls == []
     accepted = [1] if num_rows == 2 else []
     constraints.end_step(FinishedStep([1, 2, *accepted], [2, *accepted], [[3, 4, 5, 6]] * num_rows))

@@ -110,7 +110,7 @@ def check_entries(target: Target, num_drafts: int, masks: list[bytes | None], fa
     for entry, expected in enumerate(expected_masks):
         assert masks[entry] == expected
         if entry < num_drafts and not unpack(expected, toy_model.VOCAB)[drafts[entry]]:
-            # No entry after a forbidden draft is used. The mask of allowed token ids depends on no draft.
+            # Entries after a forbidden draft are unused. Only allowed token ids give them a mask, which is constant.
             assert failure is None
             assert "allowed_token_ids" in target.options or masks[entry + 1 :] == [None] * (num_drafts - entry)
             return
@@ -150,7 +150,7 @@ def run_trace(rng: random.Random, grammars: dict[GrammarSpec, Grammar], counts: 
             num_accepted = 0
             while num_accepted < min(n, len(expected)) and drafts[num_accepted] == expected[num_accepted]:
                 num_accepted += 1
-            # After the target the row samples any token.
+            # When its target is complete, a row may sample any token.
             token_ids += [*expected, 0][: num_accepted + 1]
             num_tokens.append(num_accepted + 1)
             target.num_known += num_accepted + 1

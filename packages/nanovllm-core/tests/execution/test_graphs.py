@@ -1,4 +1,4 @@
-"""The selection of captured steps, and that a replayed step equals a launched one."""
+"""Tests the selection of captured steps, and that a replayed step equals a step without graphs."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -148,7 +148,7 @@ def test_decode_with_drafts_is_dispatched_to_its_own_shape():
     assert dispatch(graphs, 3, 9, None, False, True) == GraphShape(16, 16, 4, "full_decode_only", has_drafts=True)
     assert dispatch(graphs, 10, 41, None, False, True) is None
     assert dispatch(graphs, 3, 3, 1) == GraphShape(4, 4, 1, "full_decode_only")
-    # Prompts of equal lengths are no drafts.
+    # Prompts of equal lengths do not count as drafts.
     assert dispatch(graphs, 3, 12, 4) == GraphShape(16, 64, 64, "full")
     assert graphs.num_steps == {
         ("full_decode_only", "draft"): 2,
@@ -158,7 +158,7 @@ def test_decode_with_drafts_is_dispatched_to_its_own_shape():
     }
 
 
-def test_mixed_step_is_launched_if_only_decodes_are_captured():
+def test_mixed_step_has_no_graph_if_only_decodes_are_captured():
     graphs = AllCapturedGraphs("full_decode_only")
     assert dispatch(graphs, 3, 50, None) is None
     assert dispatch(graphs, 1, 1, 1) == GraphShape(1, 1, 1, "full_decode_only")
@@ -239,7 +239,7 @@ def test_captured_proposals_serve_steps_with_and_without_drafts(proposer):
     assert all(select_graph(graphs, ops) != NO_DRAFTS for ops in all_ops)
     graphs = dict.fromkeys(proposer.captured_ops(None, may_propose=False))
     assert select_graph(graphs, NO_DRAFTS) == NO_DRAFTS
-    # n-grams take no time, so every step may propose them.
+    # Proposing n-grams takes no time, so every step may do so.
     assert proposer.uses_cache or all(select_graph(graphs, ops) != NO_DRAFTS for ops in all_ops)
 
 
@@ -272,7 +272,7 @@ CHUNKS = (40, 20, 9)
 
 
 def make_plans() -> list[StepPlan]:
-    """Three prompts without their last four tokens; these four tokens; then decodes."""
+    """Plans of seven steps: three prompts without their last four tokens, then these tokens, then five decodes."""
     greedy = SamplingParams(temperature=0)
     new_rows = [
         NewRow(row, as_token_ids(prompt), len(prompt), 0, greedy, seed=0, stop_ids=())
@@ -296,7 +296,7 @@ def make_plans() -> list[StepPlan]:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["piecewise", "full"])
-def test_captured_steps_choose_the_tokens_of_launched_steps(mode):
+def test_captured_steps_choose_the_tokens_of_steps_without_graphs(mode):
     def run(mode):
         asked = EngineConfig(device="cuda", graph_mode=mode, max_num_seqs=4, num_blocks=20, forbid_sync=True)
         config = resolve(asked, max_position=256, model_dtype=torch.float32, has_cuda=True)

@@ -9,7 +9,7 @@ from nanovllm_core.execution.host_copy import HostCopyRing, HostCopySlot
 
 @pytest.fixture
 def unpinned_slots(monkeypatch):
-    """Slots in unpinned_slots memory, for machines without CUDA."""
+    """Slots in unpinned memory, for machines without CUDA."""
 
     def make_unpinned_slot(size: int, stream: torch.cuda.Stream) -> HostCopySlot:
         tokens = torch.zeros(size, dtype=torch.int32)

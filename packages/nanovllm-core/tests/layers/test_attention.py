@@ -22,8 +22,8 @@ def naive(qkv: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
     return out.transpose(0, 1).flatten(1)
 
 
-@pytest.mark.parametrize("launched", [False, True])
-def test_a_request_in_two_steps_attends_as_if_whole(launched):
+@pytest.mark.parametrize("is_captured", [False, True])
+def test_a_request_in_two_steps_attends_as_if_whole(is_captured):
     torch.manual_seed(0)
     heads = HeadLayout.for_rank(NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, ParallelContext())
     assert heads.cache_spec == PagedSpec(NUM_KV_HEADS, HEAD_DIM, NUM_HEADS)
@@ -31,7 +31,7 @@ def test_a_request_in_two_steps_attends_as_if_whole(launched):
     qkv = torch.randn(LENGTH, width)
     cos_sin = rotary_table(RotaryConfig(10000.0), HEAD_DIM, 32, torch.device("cpu"))
     rotary = RotaryEmbedding(RotaryConfig(10000.0), HEAD_DIM, 32, torch.device("cpu"))
-    other, mine = (torch.full((4, BLOCK_SIZE, 2 * NUM_KV_HEADS, HEAD_DIM), torch.nan) for _ in range(2))
+    other, cache = (torch.full((4, BLOCK_SIZE, 2 * NUM_KV_HEADS, HEAD_DIM), torch.nan) for _ in range(2))
     blocks = torch.tensor([3, 1])
     outputs = []
     for begin, end in ((0, LENGTH - 1), (LENGTH - 1, LENGTH)):
@@ -44,14 +44,14 @@ def test_a_request_in_two_steps_attends_as_if_whole(launched):
             max_query_len=end - begin,
             max_seq_len=end,
             num_heads=NUM_HEADS,
-            kv_cache=mine,
+            kv_cache=cache,
             backend="torch",
         )
         slots = blocks[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
-        # What stands for the attention has its queries only, and knows a batch of its own.
-        launch = (lambda attend, q, batch=attention: attend(q, batch)) if launched else None
-        ctx = ForwardContext(None if launched else attention, slots, (other, mine), launch_attention=launch)
+        # During capture, layers pass only their queries, so the launch function holds the batch.
+        launch = (lambda attend, q, batch=attention: attend(q, batch)) if is_captured else None
+        ctx = ForwardContext(None if is_captured else attention, slots, (other, cache), launch_attention=launch)
         outputs.append(attend(heads.view_heads(qkv[begin:end].clone()), rotary.plan(positions), ctx, cache_index=1))
     torch.testing.assert_close(torch.cat(outputs), naive(qkv, cos_sin))
     assert other.isnan().all()
-    assert not mine[3].isnan().any()
+    assert not cache[3].isnan().any()

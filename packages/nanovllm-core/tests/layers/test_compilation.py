@@ -1,4 +1,4 @@
-"""Compiled functions: once for any number of rows, and apart from one another. Tracing is real, no kernels are made."""
+"""Functions compile once for any number of rows, and separately. Tracing is real, but no kernels are generated."""
 
 import importlib.util
 import os
@@ -12,7 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from nanovllm_core.layers import compilation as module
 from nanovllm_core.layers.compilation import compile_for_rows, set_cache_directories
 
-# The name of the directory by variable.
+# Names of cache directories, by environment variable.
 CACHE_VARIABLES = {
     "TORCHINDUCTOR_CACHE_DIR": "inductor",
     "TRITON_CACHE_DIR": "triton",
@@ -24,7 +24,7 @@ CACHE_VARIABLES = {
 
 @pytest.fixture(autouse=True)
 def counter(monkeypatch, tmp_path) -> CompileCounterWithBackend:
-    """In place of Inductor; whatever would be compiled a second time by the same function is an error."""
+    """Replaces Inductor, and counts compilations. A second compilation of the same function is an error."""
     counter = CompileCounterWithBackend("aot_eager")
     monkeypatch.setattr(module, "BACKEND", counter)
     monkeypatch.setenv("NANOVLLM_CACHE", str(tmp_path))
@@ -49,7 +49,7 @@ def test_one_compilation_serves_any_number_of_rows(counter):
         assert counter.frame_count == count
 
 
-def test_a_single_row_is_compiled_where_it_is_wanted(counter):
+def test_a_single_row_is_compiled_if_min_rows_is_one(counter):
     weights = (torch.randn(8),)
     fast = compile_for_rows(mixed, 1)
     with torch._dynamo.config.patch(recompile_limit=2):
@@ -60,9 +60,9 @@ def test_a_single_row_is_compiled_where_it_is_wanted(counter):
 
 
 def test_each_function_is_compiled_separately(counter):
-    made = [(compile_for_rows(mixed, 9), torch.randn(width)) for width in (4, 8, 12)]
+    compiled = [(compile_for_rows(mixed, 9), torch.randn(width)) for width in (4, 8, 12)]
     for _ in range(2):
-        for fast, weight in made:
+        for fast, weight in compiled:
             rows = torch.randn(20, len(weight))
             assert torch.equal(fast(rows, rows, (weight,))[0], 2 * rows * weight)
     assert counter.frame_count == 3

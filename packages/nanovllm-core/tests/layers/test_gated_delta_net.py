@@ -1,4 +1,4 @@
-"""Gated DeltaNet and gated attention's projection split over ranks: together they are what one rank would have had."""
+"""Gated DeltaNet and the projection of gated attention on several ranks: together they equal those of one rank."""
 
 import pytest
 import torch
@@ -88,7 +88,7 @@ def test_missing_state_batch_is_an_error(build):
         layer.forward(torch.zeros(1, 2 * 4 * 8 + 2 * 8 * 16), torch.zeros(1, 16), ctx)
 
 
-def test_gates_come_behind_queries_keys_and_values_on_each_rank(ranks):
+def test_gates_come_after_queries_keys_and_values_on_each_rank(ranks):
     x, q = torch.randn(3, HIDDEN), torch.randn(4, 2, 8, HIDDEN)
     k, v = torch.randn(2, 8, HIDDEN), torch.randn(2, 8, HIDDEN)
     bias = torch.randn(4, 2, 8)
@@ -96,9 +96,9 @@ def test_gates_come_behind_queries_keys_and_values_on_each_rank(ranks):
     biases = {"q_proj.bias": bias.flatten(), "k_proj.bias": torch.zeros(16), "v_proj.bias": torch.zeros(16)}
     for rank, build in enumerate(ranks(2)):
         layer = load_layer(GatedQKVLinear(HIDDEN, 4, 2, 8, build, bias=True), tensors | biases)
-        mine = slice(2 * rank, 2 * rank + 2)
+        own_heads = slice(2 * rank, 2 * rank + 2)
         found = layer(x).split((16, 8, 8, 16), -1)
-        of_queries = torch.einsum("td,hpcd->tphc", x, q[mine]) + bias[mine].transpose(0, 1)
+        of_queries = torch.einsum("td,hpcd->tphc", x, q[own_heads]) + bias[own_heads].transpose(0, 1)
         expected = (of_queries[:, 0].flatten(1), x @ k[rank].T, x @ v[rank].T, of_queries[:, 1].flatten(1))
         for part, wanted in zip(found, expected, strict=True):
             torch.testing.assert_close(part, wanted)

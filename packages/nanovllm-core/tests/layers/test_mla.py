@@ -38,7 +38,7 @@ def make_weights(shape):
 
 
 def naive(x, shape, weights):
-    """The paper's equations, head by head, in float64: what `forward` gives."""
+    """The expected result of `forward`: the paper's equations for each head, in float64."""
     w = {name.removesuffix(".weight"): tensor.double() for name, tensor in weights.items()}
     x = x.double()
 
@@ -70,9 +70,9 @@ def naive(x, shape, weights):
     return torch.cat(outs, 1)
 
 
-@pytest.mark.parametrize("launched", [False, True])
+@pytest.mark.parametrize("is_captured", [False, True])
 @pytest.mark.parametrize("changes", [{}, {"query_rank": None}, {"interleaved": False}])
-def test_a_request_in_two_steps_attends_as_the_paper_says(changes, launched):
+def test_a_request_in_two_steps_attends_as_the_paper_says(changes, is_captured):
     torch.manual_seed(0)
     shape = replace(SHAPE, **changes)
     layer = LatentAttention(HIDDEN, shape, 1, BUILD)
@@ -83,7 +83,7 @@ def test_a_request_in_two_steps_attends_as_the_paper_says(changes, launched):
     load_weights(norm, [(".weight", torch.ones(HIDDEN))])
     x = torch.randn(LENGTH, HIDDEN)
     rotary = RotaryEmbedding(RotaryConfig(100.0), shape.rope_dim, 32, torch.device("cpu"))
-    other, mine = (torch.full((4, BLOCK_SIZE, 1, 14), torch.nan) for _ in range(2))
+    other, cache = (torch.full((4, BLOCK_SIZE, 1, 14), torch.nan) for _ in range(2))
     blocks = torch.tensor([3, 1])
     outputs = []
     for begin, end in ((0, LENGTH - 4), (LENGTH - 4, LENGTH - 1), (LENGTH - 1, LENGTH)):
@@ -96,7 +96,7 @@ def test_a_request_in_two_steps_attends_as_the_paper_says(changes, launched):
             max_query_len=end - begin,
             max_seq_len=end,
             num_heads=3,
-            kv_cache=mine,
+            kv_cache=cache,
             backend="torch",
         )
 
@@ -106,12 +106,12 @@ def test_a_request_in_two_steps_attends_as_the_paper_says(changes, launched):
             return out
 
         slots = blocks[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
-        # What stands for the attention has its queries only, and knows a batch of its own.
+        # During capture, layers pass only their queries, so the launch function holds the batch.
         ctx = ForwardContext(
-            None if launched else attention, slots, (other, mine), launch_attention=launch if launched else None
+            None if is_captured else attention, slots, (other, cache), launch_attention=launch if is_captured else None
         )
         outputs.append(layer.forward(*layer.project(x[begin:end], norm), rotary.plan(positions), ctx))
     normed = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-6).sqrt()
     torch.testing.assert_close(torch.cat(outputs).double(), naive(normed, shape, weights), atol=1e-5, rtol=1e-5)
     assert other.isnan().all()
-    assert not mine[3].isnan().any()
+    assert not cache[3].isnan().any()

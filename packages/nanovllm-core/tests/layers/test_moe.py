@@ -42,7 +42,7 @@ def expert_tensors(prefix: str, names: ExpertNames = MLP_LINEAR_NAMES, width: in
 
 
 def quantized(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """As a checkpoint has them, but for the router's."""
+    """Quantise `tensors` as a checkpoint does: all except the router's weight."""
     stored = {}
     for name, tensor in tensors.items():
         if name.endswith("gate.weight"):
@@ -86,7 +86,7 @@ def test_ranks_have_an_even_share_of_every_experts_width(names, size, ranks, rou
 
 @pytest.mark.parametrize("quantization", [None, BlockFP8()])
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_ranks_share_experts_as_wholes(num_ranks, quantization, ranks, routing):
+def test_each_rank_has_some_experts_as_wholes(num_ranks, quantization, ranks, routing):
     x, weights, ids = routing
     tensors = expert_tensors("experts", width=256)
     if quantization is not None:
@@ -132,7 +132,7 @@ def test_quantised_experts_keep_the_scales_of_each_tensor(size, width, ranks, ro
         assert experts.weights.w13.dtype == torch.float8_e4m3fn
         streams.append(experts.forward(x, weights, ids, ResidualStream(torch.zeros(5, HIDDEN))))
     expected = compute_experts(x, weights, ids, plain, MLP_LINEAR_NAMES)
-    # What is multiplied is rounded to e4m3 too.
+    # The layer rounds its inputs to e4m3 too.
     assert (add_up(streams) - expected).norm() < 0.08 * expected.norm()
     del stored["experts.2.up_proj.weight_scale_inv"]
     with pytest.raises(WeightError, match=r"lacks 1 of 24 .*: experts\.2\.up_proj\.weight_scale_inv \[2, 1\]"):
@@ -171,7 +171,7 @@ def test_a_router_and_its_experts_are_one_feed_forward_layer(bias, name, build):
 @pytest.mark.parametrize("gate", [None, "shared_expert_gate"])
 @pytest.mark.parametrize("size", [1, 2])
 def test_shared_expert_is_computed_as_one_more_expert(size, gate, quantization, ranks):
-    """The same as beside the others, of the same tensors."""
+    """The result equals that of a separate shared expert with the same tensors."""
     width, shared = (256, SharedExpertNames("shared_expert", gate))
     tensors = expert_tensors("mlp.experts", width=width) | {"mlp.gate.weight": torch.randn(NUM_EXPERTS, HIDDEN)}
     own = {name.replace("experts.0", "shared_expert"): 2 * tensors[name] for name in tensors if "experts.0" in name}

@@ -1,4 +1,4 @@
-"""Layers of block FP8 weights: what a checkpoint holds is what is multiplied, whichever parts share a weight."""
+"""Layers with block FP8 weights multiply exactly the checkpoint's weights, whichever parts share a weight."""
 
 import re
 
@@ -19,14 +19,14 @@ FP8 = BlockFP8()
 
 
 def make_quantized_tensors(name, rows, width):
-    """Tensors as a checkpoint has them; each block's scale is its own."""
+    """Tensors in the format of a checkpoint. Each block has a different scale."""
     data, scales = quantize_blocks(torch.randn(rows, width))
     scales = scales * torch.rand(scales.shape).add(0.5)
     return {f"{name}.weight": data, f"{name}.weight_scale_inv": scales}
 
 
 def dequantize_modules(tensors, *names):
-    """The float32 weights of those modules, one after another."""
+    """The float32 weights of the modules `names`, concatenated."""
     weights = [BlockFP8Weight(tensors[f"{name}.weight"], tensors[f"{name}.weight_scale_inv"]) for name in names]
     return torch.cat([dequantize(weight) for weight in weights])
 
@@ -121,7 +121,7 @@ def test_checkpoint_of_another_format_is_refused(build, change, message):
 def test_a_quantised_tensor_in_a_plain_model_is_refused(build):
     tensors = make_quantized_tensors("layer", 200, 256)
     scale = tensors.pop("layer.weight_scale_inv")
-    message = "tensor layer.weight is of float8_e4m3fn, but the model expects floating-point numbers of 16 or 32 bits"
+    message = "tensor layer.weight is of float8_e4m3fn, but the model expects floating-point numbers of 16 bits or more"
     with pytest.raises(WeightError, match=message):
         load_layer(RowParallelLinear(256, 200, build), tensors)
     with pytest.raises(WeightError, match=r"layer\.weight_scale_inv \[2, 2\] is in the checkpoint, but the model has"):

@@ -98,7 +98,7 @@ def test_each_token_is_embedded_by_the_rank_that_has_it(ranks, vocab_size):
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("vocab_size", [10, 11])
-def test_logits_of_all_ranks_concatenated_begin_with_the_logits(ranks, x, tied, vocab_size):
+def test_concatenated_logits_of_all_ranks_begin_with_the_logits_of_the_vocabulary(ranks, x, tied, vocab_size):
     weight = torch.randn(vocab_size, 8)
     logits = []
     for build in ranks(NUM_RANKS):

@@ -10,7 +10,7 @@ MEASURED = (DecodeTimes(1, 0.010, 0.001, 0.002), DecodeTimes(3, 0.020, 0.0005, 0
 
 
 class Device:
-    """Steps take 1 ms, 0.1 ms per token, 2 ms per proposal, and 3 ms for late entries with 10 us per entry."""
+    """Steps take 1 ms, 0.1 ms per token, 2 ms per proposal, and 3 ms plus 10 us per entry for late entries."""
 
     def __init__(self, speed: float = 1.0):
         self.measured: list[tuple[int, int, bool, int]] = []
@@ -40,7 +40,7 @@ def test_steps_are_measured_up_to_the_limits():
     assert max(num_reqs for num_reqs, *_ in slow.measured) == 4
 
 
-def test_drafts_whose_time_noise_hides_have_a_time_that_finished_steps_correct():
+def test_finished_steps_correct_the_time_of_drafts_that_noise_hid_from_the_measurement():
     times = measure_draft_times(lambda *_, **__: 0.01, 1, LIMITS)
     assert 0 < times.predict(1).draft_s < 0.0001
     for _ in range(100):

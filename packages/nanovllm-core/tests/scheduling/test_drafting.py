@@ -23,8 +23,8 @@ class Decodes:
 
     A step's results are known when the next step but one is planned.
     draft_share, proposal_share, late_share, late_pass_share: times of a verified draft, of a proposal, of a late entry
-        and of the first late entry of a step, in steps without drafts.
-    num_steps: number of steps. extra_steps: time of drafts, in steps without drafts.
+        and of the first late entry of a step. The unit is the time of a step without drafts.
+    num_steps: number of steps. extra_steps: total time of drafts in the same unit.
     """
 
     def __init__(
@@ -190,7 +190,7 @@ def test_drafts_of_a_model_wait_until_its_entries_of_the_prompt_exist():
     decodes = Decodes(0.01, max_step_tokens=64, proposal_share=0.5, late_share=0.0001, prompt_len=200)
     assert decodes.run_steps(3, accepts=True) == 0
     assert decodes.run_steps(20, accepts=True) == 20
-    # 209 tokens of the prompt, and 4 tokens of the steps. Proposing computes the entry of the last.
+    # 209 tokens of the prompt, and 4 tokens of the steps. Proposing computes the entry of the last token.
     assert decodes.num_late_draft_entries[:5] == [64, 64, 64, 20, 0]
 
 

@@ -103,7 +103,7 @@ def test_the_oldest_prompt_gets_a_quarter_of_the_steps_beside_endless_short_ones
     assert distances.max() <= 4
 
 
-def test_a_more_urgent_class_is_served_first_even_if_it_is_longer():
+def test_a_more_urgent_prompt_is_served_first_even_if_it_is_longer():
     scheduler = make_scheduler(16, max_step_tokens=1000)
     add_request(scheduler, 0, 500)
     add_request(scheduler, 1, LONG_PROMPT_TOKENS, priority=-1)
@@ -199,7 +199,7 @@ def make_fitted_scheduler(limits: StepLimits, per_token: float, per_pair: float)
     ("budget", "per_pair", "expected"),
     [(640, 1e-9, 640), (640, 1e-6, 512), (960, 1e-6, 960), (400, 1e-6, 400), (1200, 1e-6, 1024)],
 )
-def test_a_chunk_is_cut_where_attention_takes_the_time_and_would_leave_the_device_idle(budget, per_pair, expected):
+def test_a_chunk_drops_a_mostly_idle_last_round_if_attention_takes_most_of_the_time(budget, per_pair, expected):
     scheduler = make_fitted_scheduler(StepLimits(budget, attention_estimator=ESTIMATOR), 1e-5, per_pair)
     add_request(scheduler, 0, LONG_PROMPT_TOKENS)
     assert run_step(scheduler) == [expected]
@@ -207,7 +207,7 @@ def test_a_chunk_is_cut_where_attention_takes_the_time_and_would_leave_the_devic
 
 @pytest.mark.parametrize(("limit_s", "expected"), [(0.0190, 928), (0.0165, 512)])
 def test_a_chunk_is_cut_where_its_last_round_of_attention_would_exceed_the_limit(limit_s, expected):
-    # By their pairs 960 tokens fit into 19 ms, in two whole rounds 928; in 16.5 ms the second round would be idle.
+    # In 19 ms, 960 tokens fit by their pairs, but only 928 in two whole rounds. In 16.5 ms, round 2 is too idle.
     scheduler = make_fitted_scheduler(
         StepLimits(8192, prompt_step_limit_s=limit_s, attention_estimator=ESTIMATOR), 1e-5, 2e-8
     )
@@ -245,7 +245,7 @@ def test_a_prompt_that_fits_with_its_padding_is_not_cut():
     assert step.work.num_tokens == 2048
 
 
-def test_a_long_prompt_does_not_fill_a_step_that_ends_a_short_one():
+def test_a_long_prompt_does_not_fill_a_step_that_completes_a_short_one():
     scheduler = make_fitted_scheduler(StepLimits(8192, prompt_step_limit_s=0.04, mixed_step_limit_s=0.01), 1e-5, 1e-12)
     add_request(scheduler, 0, 8000)
     assert run_step(scheduler) == [pytest.approx(4000, rel=0.02)]
@@ -253,7 +253,7 @@ def test_a_long_prompt_does_not_fill_a_step_that_ends_a_short_one():
     assert run_step(scheduler) == [pytest.approx(900, rel=0.03), 100]
 
 
-def test_prompts_that_a_step_ends_may_take_all_of_its_time():
+def test_prompts_that_a_step_completes_may_take_all_of_its_time():
     limits = StepLimits(8192, prompt_step_limit_s=0.04, mixed_step_limit_s=0.02)
     scheduler = make_fitted_scheduler(limits, 1e-5, 1e-12)
     for key in range(4):

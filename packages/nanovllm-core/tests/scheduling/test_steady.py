@@ -31,7 +31,7 @@ def make_scheduler(num_blocks: int, max_num_seqs: int, max_tokens: int, *, prefi
 
 
 def make_decoding_scheduler(num_requests: int, *, prefix_caching: bool) -> Scheduler:
-    """A scheduler of requests that have their first output token, and a block for the next ten."""
+    """A scheduler of requests that have their first output token, and a block with space for the next ten."""
     scheduler = make_scheduler(4 * num_requests, num_requests, 64 * num_requests, prefix_caching=prefix_caching)
     for key in range(num_requests):
         request = Request(f"r{key}", [2 + key] * 36, SamplingParams(stop_token_ids=(0,)))
@@ -53,9 +53,9 @@ def test_calls_of_a_decode_step_do_not_depend_on_the_number_of_requests(prefix_c
     for num_requests in (FEW_REQUESTS, MANY_REQUESTS):
         scheduler = make_decoding_scheduler(num_requests, prefix_caching=prefix_caching)
         counts[num_requests] = [count_calls(run_step, scheduler, num_requests) for _ in range(8)]
-    for of_few, of_many in zip(counts[FEW_REQUESTS], counts[MANY_REQUESTS], strict=True):
-        assert of_few["call"] == of_many["call"] < 110
-        assert of_few["c_call"] == of_many["c_call"]
+    for few_count, many_count in zip(counts[FEW_REQUESTS], counts[MANY_REQUESTS], strict=True):
+        assert few_count["call"] == many_count["call"] < 110
+        assert few_count["c_call"] == many_count["c_call"]
 
 
 def test_a_step_that_gives_each_request_a_block_makes_two_calls_per_request():
@@ -64,8 +64,8 @@ def test_a_step_that_gives_each_request_a_block_makes_two_calls_per_request():
         scheduler = make_decoding_scheduler(num_requests, prefix_caching=False)
         counts[num_requests] = [count_calls(run_step, scheduler, num_requests)["call"] for _ in range(BLOCK_SIZE)]
     calls_per_request = [
-        (of_many - of_few) / (MANY_REQUESTS - FEW_REQUESTS)
-        for of_few, of_many in zip(counts[FEW_REQUESTS], counts[MANY_REQUESTS], strict=True)
+        (many_count - few_count) / (MANY_REQUESTS - FEW_REQUESTS)
+        for few_count, many_count in zip(counts[FEW_REQUESTS], counts[MANY_REQUESTS], strict=True)
     ]
     # All requests get their next block in the same step.
     assert sum(extra > 0 for extra in calls_per_request) == 1

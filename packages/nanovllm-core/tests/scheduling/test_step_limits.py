@@ -177,7 +177,7 @@ def test_a_long_prompt_gets_its_share_beside_endless_short_prompts():
     alone.add(0, 50_000, 1)
     while alone.step():
         pass
-    # Twice as much as the device can do.
+    # Add about twice as many tokens as the device can compute.
     while 0 not in engine.first_token_times:
         for _ in range(4):
             key += 1

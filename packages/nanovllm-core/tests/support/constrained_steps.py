@@ -43,7 +43,7 @@ class FinishedStep:
 
 
 class CountingMatcher:
-    """Its mask after n tokens allows token n only. It accepts `max_tokens` tokens of any kind, then raises.
+    """After n tokens, the mask allows token n only. `accept` takes `max_tokens` tokens of any kind, then raises.
 
     calls: receives the number of rows of each call for all rows.
     """
@@ -105,7 +105,7 @@ def make_plan(
     samples: Sequence[bool] | None = None,
     num_drafts: Sequence[int] | None = None,
 ) -> StepPlan:
-    """A step of decodes. num_drafts: of each row; None for a step without drafts."""
+    """A step of decodes. num_drafts: number of drafts of each row; None for a step without drafts."""
     count = len(rows)
     num_tokens = np.ones(count, np.int64) + (0 if num_drafts is None else np.array(num_drafts, np.int64))
     scheduled = ScheduledRows(np.array(rows), num_tokens, np.array(samples or [True] * count))

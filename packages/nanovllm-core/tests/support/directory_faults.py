@@ -1,4 +1,4 @@
-"""Random faults in a directory of KV blocks, as a broken disk, a full disk or a careless user causes them."""
+"""Random faults in a directory of KV blocks, like those of a broken disk, a full disk or a careless user."""
 
 import os
 import random
@@ -40,7 +40,7 @@ def choose_forever(names: Sequence[str], rng: random.Random) -> Iterator[str]:
 
 
 class DirectoryFaults:
-    """Faults in `directory`. num_added_bytes: by how much faults have made files longer, at most."""
+    """Faults in `directory`. num_added_bytes: total number of bytes that faults have appended to files."""
 
     def __init__(self, directory: Path, rng: random.Random):
         self._directory = directory

@@ -95,7 +95,7 @@ class Campaign:
         process = self._context.Process(target=use_files, args=arguments)
         process.start()
         childs_pipe.close()
-        # Later, a fault could refuse the start.
+        # Wait until the process has started, because a later fault could make the start fail.
         assert pipe.recv() == (self._directory / "secret").read_bytes()
         return process, pipe
 
@@ -163,7 +163,7 @@ class Campaign:
 
 
 def run_campaign(num_faults: int, seed: int) -> Counter[str]:
-    """Inject `num_faults` faults. Returns what happened, and raises AssertionError if something was wrong."""
+    """Inject `num_faults` faults. Returns the totals of events. Raises AssertionError if something was wrong."""
     with tempfile.TemporaryDirectory() as parent:
         directory = Path(parent, "blocks")
         directory.mkdir(mode=0o700)

@@ -1,4 +1,4 @@
-"""Grammars over the toy vocabulary, and what their answers look like by the standard library."""
+"""Grammars over the toy vocabulary, and checks of their outputs that use only the standard library."""
 
 import json
 import re

@@ -7,7 +7,7 @@ from nanovllm_core import EngineAddress, EngineClient, Request, SamplingParams
 
 
 def occupy(address: EngineAddress, report: Connection) -> None:
-    """Begin three long requests, report it, and read no further."""
+    """Begin three long requests, report their number, and read no more of their outputs."""
 
     async def main() -> None:
         engine = await EngineClient.connect(address)

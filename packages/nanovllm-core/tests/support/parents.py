@@ -1,4 +1,4 @@
-"""Processes that start an engine and are then killed. On the path, as the engine's process must import the recipe."""
+"""A program that starts an engine and is then killed. The engine's process imports the loaders from this module."""
 
 import asyncio
 import sys
@@ -11,19 +11,19 @@ from toy_model import toy_spec
 from nanovllm_core import EngineClient, EngineConfig, EngineProcess, ModelSpec
 
 
-def slow_recipe(begun: Path) -> tuple[ModelSpec, EngineConfig]:
+def load_slowly(begun: Path) -> tuple[ModelSpec, EngineConfig]:
     begun.touch()
     time.sleep(600)
-    return quick_recipe()
+    return load_quickly()
 
 
-def quick_recipe() -> tuple[ModelSpec, EngineConfig]:
+def load_quickly() -> tuple[ModelSpec, EngineConfig]:
     return toy_spec(), EngineConfig(device="cpu", num_blocks=16, max_num_seqs=2)
 
 
 async def main(phase: str, begun: Path) -> None:
     """Start an engine, print its process id, and never end; `begun` exists once the engine is in `phase`."""
-    engine = EngineProcess(partial(slow_recipe, begun) if phase == "loading" else quick_recipe)
+    engine = EngineProcess(partial(load_slowly, begun) if phase == "loading" else load_quickly)
     print(engine.pid, flush=True)
     if phase == "serving":
         await EngineClient.adopt(engine)

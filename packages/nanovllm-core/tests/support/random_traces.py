@@ -39,7 +39,7 @@ EOS = 0
 
 
 def digest(previous_digest: int, token: int) -> int:
-    # Integers have the same hash in each interpreter; strings have not.
+    # Integers have the same hash in each interpreter; strings do not.
     return hash((previous_digest, token))
 
 
@@ -51,10 +51,10 @@ def next_token(prefix_digest: int, eos_rate: int) -> int:
 class Device:
     """A simulated device of one group of requests. Each cache slot and state slot holds a digest of all tokens so far.
 
-    slots: digest by cache slot. tables: block id by entry, by row. tokens: tokens by row. computed: number of computed
-        tokens by row.
+    slots: digest by cache slot. tables: for each row, block id by entry. tokens: tokens by row. computed: number of
+        computed tokens by row.
     states: digest by state slot; None for a model without recurrent layers. state_of: `NewState` by row.
-    max_drafts: number of drafts that are proposed after each sampled token. drafts: by row.
+    max_drafts: number of drafts that are proposed after each sampled token. drafts: drafts by row.
     """
 
     block_size: int
@@ -118,7 +118,7 @@ class Device:
         return self.tokens[row][-1]
 
     def verify(self, row: int, hidden_states: list[tuple[int, int, int]]) -> list[int]:
-        """Sample after the last token and after each draft; keep the drafts that are right, and one token."""
+        """Sample after the last token and after each draft; keep the right drafts and one more token."""
         drafts = self.drafts[row][: len(hidden_states) - 1]
         self.computed[row] -= len(drafts)
         tokens = [self.sample(row, hidden_states[0][2])]
@@ -130,7 +130,7 @@ class Device:
         return tokens
 
     def propose(self, row: int) -> int:
-        """Propose drafts, of which some are right. Returns their number, beyond which the drafts are left over."""
+        """Propose drafts, some of which are right. Returns how many of them the scheduler may use."""
         *_, prefix_digest = accumulate(self.tokens[row], digest, initial=1)
         drafts: list[int] = []
         for _ in range(self.max_drafts):
@@ -141,7 +141,7 @@ class Device:
         return self.rng.randrange(self.max_drafts + 1)
 
     def score(self, part: PromptLogprobsRange, hidden_states: list[tuple[int, int, int]]) -> PromptLogprobs:
-        """Stand-ins for log-probabilities: digests of a prompt token and of all tokens that the device saw before."""
+        """Digests in place of log-probabilities: each covers a prompt token and the tokens before it in the cache."""
         ranks = []
         for row, position, prefix_digest in hidden_states[
             part.first_logits_index : part.first_logits_index + part.num_tokens
@@ -152,7 +152,7 @@ class Device:
 
 
 class SimulatedHost:
-    """Host memory whose copies take several steps. An entry is read and written at any time until its copy ends.
+    """Host memory whose copies take several steps. An entry may be read or written at any time until its copy ends.
 
     Some copies fail: they leave garbage.
     """
@@ -319,7 +319,7 @@ def expected_scores(request: RequestState) -> list[int]:
 
 
 def held_by_copies(tier: HostTier | None, group: int, kind: EntryKind) -> list[int]:
-    """The entries of a cache that copies hold, besides the requests that wait for loads."""
+    """The entries of a cache that copies hold, without the blocks of requests that wait for loads."""
     if tier is None:
         return []
     loads = [*tier._new_loads, *(load for batch in tier._in_flight[Direction.LOAD] for load in batch.loads)]
@@ -331,7 +331,7 @@ def held_by_copies(tier: HostTier | None, group: int, kind: EntryKind) -> list[i
 def check_ownership(
     cache: CacheManager, requests: list[RequestState], held_blocks: Sequence[int], held_slots: Sequence[int]
 ) -> None:
-    """requests: all requests of the group of `cache` that have a row, or a load in flight or an ended load."""
+    """Check the holders of all blocks and slots. requests: all of the cache's group with a row or a load."""
     num_holders = Counter(block for request in requests for block in request.block_ids) + Counter(held_blocks)
     pool = cache.pool
     for block in range(1, pool.num_blocks + 1):
@@ -519,7 +519,7 @@ class Trace:
             self.aborted.add(request.key)
 
     def run(self) -> None:
-        # Entries are loaded only after they were stored and evicted.
+        # With a host tier, run longer: entries are loaded only after they were stored and evicted.
         for _ in range(self.rng.randrange(1, 12) * (1 if self.host is None else 3)):
             for _ in range(self.rng.randrange(5)):
                 self.submit()

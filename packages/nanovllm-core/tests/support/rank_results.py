@@ -1,4 +1,4 @@
-"""Adds up the results that fake ranks, which do not communicate, have added to the residual stream."""
+"""Adds up the residual streams of fake ranks, which do not communicate."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""A process that reads messages from a plan ring. On the path, because the process must import this module."""
+"""A process that reads messages from a plan ring. The process must be able to import this module."""
 
 import hashlib
 import time

@@ -1,6 +1,6 @@
-"""A toy model of two layers, as a foreign project would bring it, and an oracle that shares no code with the engine.
+"""A toy model of two layers, as another project would define it, and an oracle that shares no code with the engine.
 
-A module of its own, on the path, because an engine process must be able to import it.
+A separate module, because an engine process must be able to import it.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ from nanovllm_core.layers.weights import load_weights
 
 VOCAB, HIDDEN, LONGEST, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 97, 64, 256, 4, 2, 16, 2
 EOS = 5
-# Text for grammars: a few words that one token stands for, and the printable characters that are left.
+# Words for grammars, each of which is one token. `toy_vocabulary` adds most printable characters as tokens.
 WORDS = (b'{"', b'": ', b'", "', b"true", b"null", b"  ", b"ab", b"</t", b"hink>", b"\xc3", b"\xa9")
 
 
@@ -41,7 +41,7 @@ class ToyLayer(nn.Module):
 
 
 def toy_weights(num_layers: int, kv_heads: int) -> Iterator[tuple[str, Tensor]]:
-    """The same on every device; so large that attention, not the last token alone, decides what comes next."""
+    """Weights that are equal on all devices, and so large that the next token depends on attention to all tokens."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(std: float, *shape: int) -> Tensor:
@@ -74,7 +74,7 @@ class ToyLM(nn.Module):
         rotation = self.rotary.plan(positions)
         stream = ResidualStream(self.embed(input_ids))
         for index, layer in enumerate(self.layers):
-            x, rows, norm = layer.norm.resolve(stream)
+            x, rows, norm = layer.norm.add_partials(stream)
             qkv = self.heads.view_heads(layer.qkv_proj(rows, norm))
             stream = layer.o_proj(attend(qkv, rotation, ctx, index), ResidualStream(x))
         return stream.complete(self.parallel)
@@ -109,14 +109,14 @@ class ToyHead:
 
     def forward(self, input_ids: Tensor, positions: Tensor, hidden: Tensor, ctx: ForwardContext) -> Tensor:
         model, layer = self.model, self.model.layers[0]
-        x, rows, norm = layer.norm.resolve(ResidualStream(model.embed(input_ids) + 0.1 * hidden))
+        x, rows, norm = layer.norm.add_partials(ResidualStream(model.embed(input_ids) + 0.1 * hidden))
         qkv = model.heads.view_heads(layer.qkv_proj(rows, norm))
         attended = attend(qkv, model.rotary.plan(positions), ctx, model.num_layers)
         return layer.o_proj(attended, ResidualStream(x)).complete(model.parallel)
 
 
 class FailingLM(ToyLM):
-    """Fails in a step in which a prompt begins with a poisoned token; every other step is fine."""
+    """Fails in a step in which a prompt begins with a poisoned token. All other steps succeed."""
 
     POISON = 96
 
@@ -169,13 +169,13 @@ def toy_spec(kind: str = "toy") -> ModelSpec:
 
 
 def in_fp8(heads: Tensor) -> Tensor:
-    """Heads [T, n, D] as an FP8 cache gives them back: e4m3 under the least power of two that they fit under."""
+    """Heads [T, n, D] as an FP8 cache returns them: e4m3 with the smallest power of two that fits as scale."""
     scales = 2 ** (heads.double().abs().amax(-1, keepdim=True) / 448).log2().ceil()
     return ((heads / scales).to(torch.float8_e4m3fn).double() * scales).float()
 
 
 def dense_logits(model: ToyLM, tokens: list[int], *, fp8_cache: bool) -> Tensor:
-    """Logits after each of `tokens`, by the textbook: no cache, no pages, no batch."""
+    """Logits after each of `tokens`, computed without a cache, blocks or a batch."""
     return functional.linear(dense_hidden(model, tokens, fp8_cache=fp8_cache), model.head.weight)
 
 
@@ -202,7 +202,7 @@ def dense_hidden(model: ToyLM, tokens: list[int], *, fp8_cache: bool) -> Tensor:
 
 
 def make_oracle(*, fp8_cache: bool = False) -> Callable[[list[int], int], list[int]]:
-    """Greedy tokens after a prompt, EOS not stopping it."""
+    """Returns a function that generates `count` greedy tokens after a prompt and ignores EOS."""
     model = build_toy("toy", BuildContext(torch.device("cpu"), torch.float32, ParallelContext()))
 
     def generate(prompt: list[int], count: int) -> list[int]:
@@ -215,6 +215,6 @@ def make_oracle(*, fp8_cache: bool = False) -> Callable[[list[int], int], list[i
 
 
 def make_prompt_oracle() -> Callable[[list[int]], Tensor]:
-    """Log-probabilities [n - 1, vocab] of what may follow each token of a prompt but its last."""
+    """Returns a function: log-probabilities [n - 1, vocab] of the token after each token of a prompt but the last."""
     model = build_toy("toy", BuildContext(torch.device("cpu"), torch.float32, ParallelContext()))
     return lambda prompt: dense_logits(model, prompt, fp8_cache=False)[:-1].log_softmax(-1)

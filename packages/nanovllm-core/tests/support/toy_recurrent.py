@@ -1,4 +1,4 @@
-"""The toy model with a recurrent layer behind its attention, and an oracle that takes one token after another."""
+"""The toy model with a recurrent layer after its attention, and an oracle without cached states."""
 
 import torch
 from torch import Tensor
@@ -53,9 +53,7 @@ def recurrent_spec() -> ModelSpec:
 
 
 class Oracle:
-    """Greedy tokens after a prompt, EOS not stopping it: attention by the textbook, the recurrence over the whole
-    sequence at once.
-    """
+    """Generates greedy tokens after a prompt and ignores EOS. Computes the whole sequence again for each token."""
 
     def __init__(self):
         self._model = build_recurrent(BuildContext(torch.device("cpu"), torch.float32, ParallelContext()))

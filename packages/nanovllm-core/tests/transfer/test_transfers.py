@@ -108,7 +108,7 @@ def outcomes_of(engine: AsyncEngine) -> dict[str, int]:
 
 
 async def check_idle(*engines: AsyncEngine) -> None:
-    """Neither blocks, slots of the host memory nor leases are held."""
+    """Wait until the engines hold neither blocks, slots of the host memory nor leases."""
     for engine in engines:
         await wait_until(
             lambda engine=engine: (
@@ -161,7 +161,7 @@ async def test_a_fetched_prompt_has_the_answer_of_a_computed_prompt(
         assert outcomes_of(engine) == {"fetched": num_prompts}
         assert engine.stats.fetched_tokens == num_prompts * fetched == dict(engine.stats.loaded_tokens)["host"]
         await check_idle(prefill, engine)
-        # The prefill engine has computed everything except what follows the last whole block.
+        # The prefill engine has computed the prompts, and has served their whole blocks.
         assert prefill.stats.served_bytes == engine.stats.fetched_bytes > 0
         assert prefill.stats.prompt_tokens == num_prompts * PROMPT_LEN
 
@@ -342,7 +342,7 @@ async def test_no_entry_is_sent_whose_lease_ended_before_its_checksum_was_comput
 
     def overwrite(slots):
         server = prefill._loop._transfers.server
-        # The server's process was stopped for longer than the lease.
+        # As if the server's process had been stopped for longer than the lease.
         for lease in server._lease_by_number.values():
             lease.expiry_s = 0.0
         time.sleep(prefix_server.LEASE_S / 2)

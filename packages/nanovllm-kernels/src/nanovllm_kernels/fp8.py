@@ -32,7 +32,7 @@ def make_scales(kv_cache: Tensor) -> Tensor:
 
 
 def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Round `x` [..., D] to e4m3. Returns the values, and the exponents (uint8 [...]) of the smallest usable scales."""
+    """Round `x` [..., D] to e4m3 by the smallest scales without overflow. Returns (values, uint8 exponents [...])."""
     x = x.float()
     exponents = (x.abs().amax(-1).view(torch.int32) + CARRY_ABOVE_MAX_SIGNIFICAND) >> 23
     exponents = (exponents - MAX_E4M3_EXPONENT).clamp_(min=MIN_SCALE_EXPONENT)

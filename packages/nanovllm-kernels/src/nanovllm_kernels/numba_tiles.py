@@ -1,6 +1,6 @@
 """Numba intrinsics that multiply rows by a weight on a CPU, in float32. A panel is PANEL_WIDTH columns of the weight.
 
-Sums over the inner dimension K run in order, so that a row's result does not depend on the other rows.
+Sums over the inner dimension (`depth`) run in order, so that a row's result does not depend on the other rows.
 """
 
 from typing import Any
@@ -15,8 +15,8 @@ from nanovllm_kernels.numba_jit import EXP_RANGE, EXP_TERMS, LANES, LN2_PARTS, L
 # Number of columns in a panel. A row of a bf16 panel fills a cache line.
 PANEL_WIDTH = 32
 LINE_BYTES = 64
-# Number of columns in a group. A row of a group fills two vectors. Within a group, a bf16 panel has the columns in the
-# order 0, LANES, 1, LANES + 1, ..., so that one 32-bit word holds one value of each vector.
+# Number of columns in a group. A row of a group fills two vectors. Within a group, a bf16 panel stores the columns in
+# the order 0, LANES, 1, LANES + 1, ..., so that each 32-bit word holds one value of each vector.
 GROUP_WIDTH = 2 * LANES
 NUM_GROUPS = PANEL_WIDTH // GROUP_WIDTH  # per panel
 # Maximum number of rows that an intrinsic of `make_multiplier` takes at once. The sums fill 12 of AVX2's 16 registers.
@@ -98,7 +98,7 @@ def _emit_multiplier(
     strides: tuple[int, int],
     sums_stride: int,
 ) -> None:
-    """Emit the code of `make_multiplier`. strides: of `rows_ptr`, in elements, between columns and between rows."""
+    """Emit the code of `make_multiplier`. strides: (between columns, between rows) of `rows_ptr`, in elements."""
     rows_ptr, panel_ptr, depth, sums_ptr, continues_sums, prefetch_ptr, step_bytes = values
     num_vectors = 2 * num_groups
     panel_row_bytes = 2 * PANEL_WIDTH if has_bf16_panel else 4 * GROUP_WIDTH
@@ -170,7 +170,7 @@ def convert_panel(_typing: Any, panel_ptr: Any, depth: Any, out_ptr: Any) -> Any
 
 @intrinsic
 def transpose_keys(_typing: Any, keys_ptr: Any, key_stride_bytes: Any, out_ptr: Any) -> Any:
-    """Transpose the next TRANSPOSED_SIZE bf16 elements of TRANSPOSED_SIZE keys, and convert them to float32.
+    """Transpose TRANSPOSED_SIZE bf16 elements of each of TRANSPOSED_SIZE keys, and convert the elements to float32.
 
     out_ptr: address of the result. Its rows are 4 * GROUP_WIDTH bytes apart.
     """
@@ -297,7 +297,7 @@ def _broadcast(builder: Any, number: Any) -> Any:
 
 
 def _emit_exp(builder: Any, x: Any) -> Any:
-    """Emit code like `numba_jit.exp` for a vector."""
+    """Emit code that computes exp of each element of a vector, like `numba_jit.exp`."""
 
     def constant(number: Any) -> Any:
         return ir.Constant(_FLOAT_VECTOR, [float(number)] * LANES)

@@ -1,7 +1,7 @@
 """Runs the Triton kernels compiled on a GPU, or under Triton's interpreter if TRITON_INTERPRET=1 is set.
 
-Otherwise all tests here are marked `gpu`; `tests/test_interpreter.py` starts the run with the interpreter. Grids marked
-`gpu` in the files are too large for the interpreter.
+Without this variable, all tests here are marked `gpu`. `tests/test_interpreter.py` starts the interpreter's run.
+Tests that their own file marks `gpu` are too large for the interpreter.
 """
 
 import os
@@ -55,7 +55,7 @@ def interpreter_that_rounds_to_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def interpreter_with_fused_multiply_add(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fix Triton 3.6's interpreter: it rounds `tl.fma` twice, the instruction once."""
+    """Fix Triton 3.6's interpreter: it rounds `tl.fma` twice, but the GPU rounds once."""
     if not INTERPRETED:
         return
     from triton.runtime import interpreter

@@ -80,7 +80,7 @@ def test_fp8_cache_supports_queries_of_any_magnitude(device, paged_batch, quanti
     check_attention(quantized(replace(batch, q=batch.q * size, scale=batch.scale / size)), naive_attention)
 
 
-# Decodes, 1 + k queries, short chunks over long contexts, whole prompts, empty places.
+# (query_len, context) of decodes, decodes with drafts, short chunks over long contexts, prompts, and unused entries.
 MIXES = st.lists(
     st.one_of(
         st.tuples(st.just(1), st.integers(0, 300)),
@@ -128,7 +128,7 @@ def test_steps_that_verify_draft_tokens_match_float64(device, paged_batch, naive
     torch.testing.assert_close(out.double(), naive_attention(batch), atol=TOLERANCE[out.dtype], rtol=0)
 
 
-def test_rows_of_empty_places_are_not_written(device, paged_batch, naive_attention):
+def test_unused_entries_and_padding_tokens_do_not_change_results(device, paged_batch, naive_attention):
     batch = paged_batch(
         [(1, 70), (20, 90)], num_heads=4, num_kv_heads=2, head_dim=64, page_size=16, dtype=torch.float32, device=device
     )
@@ -297,7 +297,7 @@ def test_backends_match_float64(device, paged_batch, naive_attention, dtype, hea
             device=device,
         )
         if backend != "cutedsl":
-            # Unlike our kernels FlashAttention reads past a request's last token, and multiplies these values by 0.
+            # Unlike our kernels, FlashAttention multiplies values after a request's last token by 0: NaN would stay.
             batch.kv_cache.nan_to_num_()
         expected = naive_attention(batch)
         for knows_decodes in (True, False):
@@ -325,7 +325,7 @@ def test_fastest_backend_supports_fp8_cache(device, paged_batch, quantized, naiv
         torch.testing.assert_close(out.double(), naive_attention(batch), atol=TOLERANCE[dtype], rtol=0)
 
 
-# Lengths on both sides of the limits of `work_list_filter`: 184 queries of 32 heads on 132 SMs, and 1,024 tokens.
+# Lengths around the limits of `work_list_filter` for 32 heads and 132 SMs: 184 queries, and 1,024 tokens of context.
 SPLIT_MIXES = [
     [(1, 300), (16, 2000), (100, 9000), (300, 1500), (700, 700), (600, 3000), (2, 5)],
     [(100, 32868)],
@@ -347,7 +347,7 @@ def test_chunks_are_split_between_flash_attention_and_work_lists(
     batch = paged_batch(
         requests, num_heads=32, num_kv_heads=8, head_dim=128, page_size=16, dtype=torch.bfloat16, device=device
     )
-    # FlashAttention reads past a request's last token, and multiplies these values by 0.
+    # FlashAttention multiplies values after a request's last token by 0: NaN would stay.
     batch.kv_cache.nan_to_num_()
     out = attend(batch, knows_decodes=knows_decodes, backend=backend)
     torch.testing.assert_close(out.double(), naive_attention(batch), atol=2e-2, rtol=0)
@@ -412,7 +412,7 @@ def test_whole_prompts_read_the_steps_own_keys_and_values(
         )
         pages = batch.block_tables[request].long()[positions // 16]
         qkv[query_start_loc[request] : query_start_loc[request + 1], num_heads:] = batch.kv_cache[pages, positions % 16]
-    # The cache must not be read for prompts.
+    # Prompts must not read the cache, so overwrite their pages.
     for request, length in enumerate(lengths):
         if query_start_loc[request + 1] - query_start_loc[request] > 1:
             batch.kv_cache[batch.block_tables[request, : -(-length // 16)].long()] = 1e4
@@ -426,7 +426,7 @@ def test_whole_prompts_read_the_steps_own_keys_and_values(
 
 
 def replace_step_keys_values(batch, keys_values, query_start_loc, lengths):
-    """Return the cache with the step's own keys and values."""
+    """Return a copy of the cache that holds the step's own keys and values."""
     kv_cache = batch.kv_cache.clone()
     for request, length in enumerate(lengths):
         count = query_start_loc[request + 1] - query_start_loc[request]

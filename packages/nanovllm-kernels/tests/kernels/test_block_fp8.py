@@ -13,8 +13,8 @@ from nanovllm_kernels.gemm import block_fp8_reference as reference
 from nanovllm_kernels.gemm.block_fp8 import BlockFP8Weight, quantize_blocks
 
 OPS = torch.ops.nanovllm
-# Hopper sums e4m3 products with about 14 bits (DeepSeek-AI 2024, https://arxiv.org/abs/2412.19437, section 3.3.2), with
-# an observed error of 1e-4; the interpreter has 24 bits.
+# Hopper sums e4m3 products with about 14 bits (DeepSeek-AI 2024, https://arxiv.org/abs/2412.19437, section 3.3.2). The
+# observed error is 1e-4. The interpreter sums with 24 bits.
 TOLERANCE = {torch.float32: 1e-5 if os.environ.get("TRITON_INTERPRET") == "1" else 3e-4, torch.bfloat16: 8e-3}
 
 
@@ -28,8 +28,8 @@ def make_weight(num_rows, width, device, block_rows=128):
     return BlockFP8Weight(data, laid_out[:, :groups], block_rows, counters)
 
 
-def quantize(x):
-    """Compute the expected result in float64, with the kernels' rounding of inputs."""
+def round_inputs(x):
+    """Return the numbers, in float64, to which the kernels round their inputs `x`."""
     return reference.dequantize_groups(*reference.quantize_groups(x)).double()
 
 
@@ -54,11 +54,11 @@ def test_normed_groups_match_norm(device, num_rows, width):
     normed = functional.rms_norm(x, (width,), norm, 1e-5)
     # The tolerance is half a step of e4m3.
     torch.testing.assert_close(found, normed, rtol=0.07, atol=1e-2)
-    assert (found - quantize(normed)).norm() < 1e-2 * normed.norm()
+    assert (found - round_inputs(normed)).norm() < 1e-2 * normed.norm()
 
 
 def check(num_rows, num_columns, width, dtype, device, *, norm, bias, residual, gated, block_rows=128, stream=None):
-    """`x` is a view of longer rows. num_columns: of the result. stream: dtype of `x` and the residual."""
+    """Compare with the reference. num_columns: of the result. stream: dtype of `x` and the residual, None: `dtype`."""
 
     def draw(*shape, dtype=dtype):
         return torch.randn(shape, device=device).to(dtype)
@@ -70,7 +70,7 @@ def check(num_rows, num_columns, width, dtype, device, *, norm, bias, residual, 
     )
     norm_weight, bias_vector = draw(width), draw(rows)
     added = draw(num_rows, num_columns, dtype=stream or dtype)
-    numbers = quantize(functional.rms_norm(x.float(), (width,), norm_weight.float(), 1e-5) if norm else x)
+    numbers = round_inputs(functional.rms_norm(x.float(), (width,), norm_weight.float(), 1e-5) if norm else x)
     expected = numbers @ block_fp8.dequantize(weight).double().T
     if bias:
         expected += bias_vector.double()
@@ -94,7 +94,7 @@ def check(num_rows, num_columns, width, dtype, device, *, norm, bias, residual, 
     assert actual.shape == expected.shape
     tolerance = TOLERANCE[dtype]
     if norm:
-        # Another rounding of the norm moves a few values across the midpoints of e4m3.
+        # The kernels round the norm differently, which moves a few values across the midpoints of e4m3.
         tolerance = 1e-2
     assert (actual.double() - expected).norm() <= tolerance * (expected.norm() + expected.numel() ** 0.5)
 
@@ -158,7 +158,7 @@ def test_large_products_match_reference(device, num_rows):
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_rows", [1, 48, 300])
 def test_overlapping_launches_in_a_graph_see_finished_inputs(device, num_rows):
-    """A launch may begin before the previous one has ended, but must read its finished results."""
+    """A launch may begin before the previous launch ends, but must not read unfinished results."""
     torch.manual_seed(0)
     width = 1024
     norm_weight = torch.ones(width, device=device, dtype=torch.bfloat16)

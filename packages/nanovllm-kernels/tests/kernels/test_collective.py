@@ -1,4 +1,4 @@
-"""Tests the kernels of the collectives: in the interpreter, where processes play the GPUs, and on two GPUs.
+"""Tests the kernels of the collectives: in the interpreter, with a CPU process per rank, and on two GPUs.
 
 `tests/support` has the checks, which run in the ranks' processes. `tests/test_collective.py` tests ranks on a CPU.
 """
@@ -27,7 +27,7 @@ def test_kernels_send_and_sum_in_the_interpreter(size, dtypes, tmp_path):
 @pytest.mark.parametrize(
     "check", ["check_sums_on_gpus", "check_norms_on_gpus", "check_copies_on_gpus", "check_graphs_on_gpus"]
 )
-def test_collectives_of_two_gpus(check):
+def test_collectives_are_correct_on_two_gpus(check):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs 2 GPUs")
     import collective_checks

@@ -13,7 +13,7 @@ def ints(device, *values):
 
 
 def make_tables(num_rows, max_len, alphabet, device):
-    """Return tokens and computed counts. Few token ids make matches frequent. Two of many rows are (almost) full."""
+    """Return token ids below `alphabet`, and counts of computed tokens. Two of more than 3 rows are almost full."""
     tokens = torch.randint(0, alphabet, (num_rows, max_len), dtype=torch.int32)
     num_computed = torch.randint(0, max_len + 1, (num_rows,), dtype=torch.int32)
     if num_rows > 3:
@@ -22,7 +22,7 @@ def make_tables(num_rows, max_len, alphabet, device):
 
 
 def check_proposal(num_reqs, max_len, alphabet, sizes, device):
-    """sizes: num_drafts, min_match, max_match. Returns the number of drafts of the longest request."""
+    """sizes: num_drafts, min_match, max_match. Returns the number of drafts of the first request."""
     tokens, num_computed = make_tables(num_reqs + 1, max_len, alphabet, device)
     rows = torch.randperm(num_reqs + 1, device=device)[:num_reqs].to(torch.int32)
     is_sampled = (torch.rand(num_reqs, device=device) < 0.8).to(torch.int32)
@@ -67,7 +67,7 @@ def check_verification(query_lens, max_len, alphabet, device):
     [
         (5, 70, 2, (4, 3, 8)),
         (6, 50, 1, (5, 1, 1)),
-        (5, 2500, 3, (3, 2, 9)),  # Three pieces.
+        (5, 2500, 3, (3, 2, 9)),  # Three pieces are searched.
         (4, 1100, 900, (7, 1, 4)),  # Long distances, and requests without a match.
     ],
 )
@@ -123,7 +123,7 @@ def test_large_verifications_match_reference(device, query_lens):
 
 
 @pytest.mark.gpu
-def test_rows_beyond_32_bit_offsets(device):
+def test_rows_beyond_32_bit_offsets_are_read_and_written(device):
     # 2^31 + 2^18 tokens: the last row begins beyond the range of int32.
     max_len = 1 << 17
     num_rows = (1 << 14) + 2
@@ -141,7 +141,7 @@ def test_rows_beyond_32_bit_offsets(device):
 
 @pytest.mark.gpu
 def test_captured_steps_repeat_and_accept_text(device):
-    # A model that repeats the four tokens of the prompt. Each replay accepts three drafts.
+    # The model repeats the four tokens of the prompt, so each replay accepts three drafts.
     tokens = torch.zeros((2, 64), dtype=torch.int32, device=device)
     tokens[1, :8] = ints(device, 5, 6, 7, 8, 5, 6, 7, 8)
     tables = TokenTables(tokens, ints(device, 0, 7))

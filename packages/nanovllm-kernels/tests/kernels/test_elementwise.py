@@ -69,7 +69,7 @@ def check_rope_and_cache(num_tokens, heads, dims, dtype, device, *, with_norm):
 
 
 def check_fp8_cache(num_tokens, heads, dims, dtype, device, *, page_size, exactly):
-    """exactly: rotate by quarter turns, which do not round, so that every byte is known."""
+    """exactly: rotate by 0 or 90 degrees. These rotations round nothing, so the bytes must be equal."""
     (num_heads, num_kv_heads), (head_dim, rot) = heads, dims
     qkv = torch.randn(num_tokens, num_heads + 2 * num_kv_heads, head_dim, device=device).to(dtype)
     qkv *= torch.randint(-9, 9, (*qkv.shape[:2], 1), device=device).exp2()
@@ -93,7 +93,7 @@ def check_fp8_cache(num_tokens, heads, dims, dtype, device, *, page_size, exactl
         return
     found = fp8.dequantize(kv_cache.cpu(), kv_scales.cpu().transpose(1, 2), torch.float32)
     wanted = fp8.dequantize(expected_cache, expected_scales.transpose(1, 2), torch.float32)
-    # The last bit of a float32 may select the next e4m3 value, or the next scale and thus other smallest values.
+    # A difference in the last bit of a float32 may change the e4m3 value or the scale by one step.
     smallest = 2.0 ** (expected_scales.transpose(1, 2).unsqueeze(-1).float() - fp8.EXPONENT_BIAS - 9)
     assert ((found - wanted).abs() <= wanted.abs() / 8 + 2 * smallest).all()
     assert (found == wanted).float().mean() > 0.999
@@ -179,6 +179,9 @@ def test_norm_parts_matches_two_norms(sizes, width, dtype, device):
     begin, end = sizes[0], sum(sizes)
     expected[:, :begin] = rms_norm(x[:, :begin], first, 1e-5)
     expected[:, begin:end] = rms_norm(x[:, begin:end], second, 1e-5)
+    # On a CPU, the operator runs the Triton kernel in the interpreter, and the function runs plain torch.
+    contiguous = x.clone()
+    norm_parts(contiguous, sizes, (first, second), 1e-5)
     torch.ops.nanovllm.norm_parts(x, list(sizes), first, second, 1e-5)
-    torch.testing.assert_close(x, expected, rtol=1e-3, atol=1e-5)
-    assert norm_parts(x, sizes, (first, second), 1e-5) is None
+    for result in (contiguous, x):
+        torch.testing.assert_close(result, expected, rtol=1e-3, atol=1e-5)

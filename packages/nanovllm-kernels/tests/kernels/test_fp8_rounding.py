@@ -1,6 +1,6 @@
 """Tests that all kernels round to FP8 with the same bits as plain torch, for the same rows.
 
-Weights of a single 1 per row copy the kernels' rounded inputs into the results, so that sums round nothing.
+The weights have a single 1 per row. Each result is therefore one rounded input of the kernel, and sums round nothing.
 """
 
 import pytest
@@ -58,7 +58,7 @@ def test_block_fp8_linear_rounds_like_torch(rows, num_rows, device):
 
 @pytest.mark.parametrize("num_tokens", [1, policy.MAX_UNSORTED_FP8_TOKENS, NUM_ROWS])
 def test_expert_kernels_round_like_torch(rows, num_tokens, device):
-    """One token, tokens that are not sorted, and sorted tokens run different kernels, which quantise twice."""
+    """The three numbers of tokens select different kernels. Each quantises its inputs and its activations."""
     x = torch.cat((rows, torch.full_like(rows, GATE)), 1)[:num_tokens]
     gate = one_hot_weight(GROUP, 2 * GROUP, torch.full((GROUP,), GROUP), device)
     up = one_hot_weight(GROUP, 2 * GROUP, torch.arange(GROUP), device)

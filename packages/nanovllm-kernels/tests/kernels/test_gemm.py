@@ -14,7 +14,7 @@ OPS = torch.ops.nanovllm
 
 
 def check(num_rows, num_columns, width, dtype, device, *, norm, bias, residual, gated, float32_out=False, stream=None):
-    """`x` is a view of longer rows. num_columns: of the result. stream: dtype of `x` and the residual."""
+    """Compare with the reference. num_columns: of the result. stream: dtype of `x` and the residual, None: `dtype`."""
 
     def draw(*shape, dtype=dtype):
         return torch.randn(shape, device=device).to(dtype)
@@ -101,14 +101,14 @@ def test_large_products_match_float64(device, dtype, num_rows):
 @pytest.mark.parametrize("num_rows", [1, 8, 9, 256])
 def test_logits_of_split_float32_table_are_float32_exact(device, num_rows):
     table = torch.randn(256, 3072, device=device)
-    alone = torch.eye(3072, device=device)[torch.randint(3072, (num_rows,), device=device)]
-    for x in (torch.randn(num_rows, 3072, device=device).bfloat16(), alone.bfloat16()):
+    one_hot_rows = torch.eye(3072, device=device)[torch.randint(3072, (num_rows,), device=device)]
+    for x in (torch.randn(num_rows, 3072, device=device).bfloat16(), one_hot_rows.bfloat16()):
         expected = x.double() @ table.double().T
         found = logits(x, PackedWeight(table, in_onednn_layout=False), table, split_float32(table))
         assert found.dtype == torch.float32
-        # Tensor cores truncate where a float32 sum would round: an error of 3e-6; a bfloat16 weight has 2e-3.
+        # Tensor cores truncate where a float32 sum would round. Their error is 3e-6; a bfloat16 weight would give 2e-3.
         assert (found - expected).norm() < 1e-5 * expected.norm()
-    # With one-hot rows each result is the sum of the three thirds only.
+    # With one-hot rows, each result is the sum of the three bfloat16 parts of one weight.
     torch.testing.assert_close(found.double(), expected, rtol=2**-23, atol=0)
 
 
@@ -152,7 +152,7 @@ def test_large_split_products_match_float64(device, dtype, num_rows):
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_rows", [1, 9, 64, 256, 300])
 def test_float32_stream_is_not_rounded_to_weight_dtype(device, num_rows):
-    """No kernel rounds what it adds to the stream to the weights' dtype."""
+    """Kernels add unrounded float32 products to a float32 residual stream, although weights are bfloat16."""
     width = 576
     stream = torch.randn(num_rows, width, device=device)
     norm_weight = torch.rand(width, device=device).to(torch.bfloat16)
@@ -171,7 +171,7 @@ def test_float32_stream_is_not_rounded_to_weight_dtype(device, num_rows):
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_rows", [1, 48])
 def test_overlapping_launches_in_a_graph_see_finished_inputs(device, num_rows):
-    """A launch may begin before the previous one has ended, but must read its finished results."""
+    """A launch may begin before the previous launch ends, but must not read unfinished results."""
     torch.manual_seed(0)
     width = 1024
     inner = 2 * width

@@ -38,12 +38,12 @@ def check(case, *, known, close):
     check_close(recurrent.float(), expected_states, close)
     width = conv.shape[1]
     for (count, length), slot, checkpoints in zip(case.lengths, case.slots, case.checkpoints, strict=True):
-        for at, where in (*checkpoints, (length, slot)) if count else ():
-            held = torch.arange(max(0, at - width + 1), at, device=conv.device) % width
-            assert torch.equal(conv[where, held].float(), expected_inputs[where, held])
+        for end, saved_slot in (*checkpoints, (length, slot)) if count else ():
+            conv_rows = torch.arange(max(0, end - width + 1), end, device=conv.device) % width
+            assert torch.equal(conv[saved_slot, conv_rows].float(), expected_inputs[saved_slot, conv_rows])
 
 
-SHAPES = {
+LENGTHS = {
     "decodes": [(1, 1), (1, 2), (1, 64), (1, 65), (1, 128)],
     "prompts and rows without a token": [(65, 65), (0, 0), (2, 2), (0, 7), (64, 64)],
     "chunks at odd offsets": [(3, 66), (100, 137), (2, 64), (5, 193), (190, 261)],
@@ -52,9 +52,8 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("known", [True, False])
-@pytest.mark.parametrize("lengths", SHAPES.values(), ids=SHAPES.keys())
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
 def test_float32_matches_reference(lengths, known, state_case, device):
-    known = known or None
     check(state_case(lengths, heads=(1, 2), device=device), known=known, close=CLOSE[torch.float32])
 
 
@@ -62,24 +61,24 @@ def test_float32_matches_reference(lengths, known, state_case, device):
     ("heads", "dims", "width"), [((1, 3), (8, 24), 2), ((2, 2), (24, 40), 5)], ids=["narrow", "wide"]
 )
 def test_heads_of_any_size_match_reference(heads, dims, width, state_case, device):
-    case = state_case(SHAPES["mixed"], heads=heads, dims=dims, width=width, device=device)
+    case = state_case(LENGTHS["mixed"], heads=heads, dims=dims, width=width, device=device)
     check(case, known=False, close=CLOSE[torch.float32])
 
 
 @pytest.mark.parametrize("block_rows", [8, 16])
 def test_states_in_blocks_of_rows_match_reference(block_rows, state_case, device, monkeypatch):
-    """This is the launch for many decodes."""
+    """Use the launch for many decodes, which divides states into blocks of rows."""
     from nanovllm_kernels.linear_attention import triton_decode
 
     monkeypatch.setattr(triton_decode, "INTERPRETER_SMS", 0)
     monkeypatch.setattr(triton_decode, "BLOCK_ROWS_BY_BYTES", {4: block_rows})
     for dims in ((16, 16), (8, 24), (24, 40)):
-        case = state_case([*SHAPES["decodes"], *[(1, 70)] * 3], heads=(1, 2), dims=dims, device=device)
+        case = state_case([*LENGTHS["decodes"], *[(1, 70)] * 3], heads=(1, 2), dims=dims, device=device)
         check(case, known=True, close=CLOSE[torch.float32])
 
 
 def check_16_bits(dtype, state_dtype, state_case, device):
-    case = state_case(SHAPES["mixed"], dtype=dtype, state_dtype=state_dtype, device=device)
+    case = state_case(LENGTHS["mixed"], dtype=dtype, state_dtype=state_dtype, device=device)
     check(case, known=False, close=CLOSE[torch.bfloat16 if state_dtype == torch.bfloat16 else dtype])
 
 
@@ -100,13 +99,13 @@ def test_bfloat16_matches_reference(state_dtype, state_case, device):
 def test_model_sized_layer_matches_reference(dtype, state_case, device):
     lengths = [*[(1, 100 + 9 * request) for request in range(40)], (3000, 5000), (700, 700), (64, 1000)]
     case = state_case(lengths, heads=(16, 32), dims=(128, 128), dtype=dtype, device=device)
-    # A few of so many bf16 values exceed any bound that would still find errors.
+    # With so many bf16 values, a few exceed every useful bound per element, so compare norms.
     check(case, known=False, close={"atol": 1e-3, "rtol": 1e-3} if dtype == torch.float32 else 2e-2)
 
 
 @pytest.mark.gpu
 def test_one_captured_graph_serves_any_lengths(state_case, device):
-    """Requests with the same number of tokens in total change roles between capture and replay."""
+    """Between capture and replay, decodes and chunks change places. The number of tokens stays the same."""
     case = state_case([(1, 70), (1, 1), (60, 64), (2, 2)], device=device)
     later = state_case([(60, 200), (2, 2), (1, 64), (1, 9)], device=device)
     batch, later_batch = (each.plan("triton", known=False) for each in (case, later))
@@ -154,7 +153,7 @@ def test_state_copies_happen_in_order(dtype, shape, device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_many_state_copies_allocate_no_memory(dtype, device):
-    """Tensors have more than 2^31 elements: slots of Qwen3-Next with fewer layers."""
+    """The tensor has more than 2^31 elements: the states of 2 layers of Qwen3-Next in 2,200 slots."""
     states = torch.zeros((2, 2200, 32, 128, 128), dtype=dtype, device=device)
     states.view(2, 2200, -1)[:, :, :2] = torch.arange(4400, device=device).view(2, 2200, 1)
     states.view(2, 2200, -1)[:, :, -1] = 1

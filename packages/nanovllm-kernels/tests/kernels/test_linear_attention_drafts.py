@@ -22,8 +22,8 @@ LARGE = replace(SMALL, num_steps=11, prompt_lens=(0, 63, 64, 130), shape=LayerSh
 def test_drafts_change_no_bit(has_blocks, max_drafts, seed, device, monkeypatch):
     """has_blocks: use the launch for many requests, which divides states into blocks of rows.
 
-    With these seeds, a request has `max_drafts` pending tokens and drafts in one step, so that one row of the ring less
-    would fail.
+    With these seeds, a request has `max_drafts` pending tokens and `max_drafts` drafts in one step. A ring with one row
+    less would fail.
     """
     from nanovllm_kernels.linear_attention import triton_decode
 

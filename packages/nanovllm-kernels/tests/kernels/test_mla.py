@@ -13,14 +13,14 @@ from nanovllm_kernels.elementwise import elementwise_reference
 from nanovllm_kernels.platform import has_flash_attention
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
-# Decodes, prompts that are whole in the step, and chunks.
+# Decodes, whole prompts, and chunks of prompts.
 MIXED_REQUESTS = [(1, 1), (1, 37), (5, 5), (1, 20), (20, 70), (33, 33), (2, 9)]
 OPS = torch.ops.nanovllm
 
 
 @pytest.fixture(autouse=True)
 def skipping_projection(monkeypatch):
-    """Use the projection that counts absorbed tokens, even for the few tokens of a test."""
+    """Use the projection kernel that skips tokens of whole prompts, even for the few tokens of a test."""
     monkeypatch.setattr(mla, "MIN_SKIPPING_TOKENS", 1)
 
 
@@ -66,7 +66,7 @@ def test_more_heads_than_a_tile_match_float64(device, latent_batch, naive_latent
     check_attention(batch, naive_latents)
 
 
-def test_published_widths_match_float64(device, latent_batch, naive_latents):
+def test_widths_of_deepseek_models_match_float64(device, latent_batch, naive_latents):
     batch = latent_batch(
         [(1, 70), (3, 3), (2, 40)], (16, 128, 128, 512, 64), page_size=64, dtype=torch.float16, device=device
     )
@@ -82,7 +82,7 @@ def test_parts_are_merged(device, latent_batch, quantized_latents, naive_latents
     check_attention(quantized_latents(batch) if is_fp8 else batch, naive_latents)
 
 
-# Decodes, 1 + k queries, short chunks over long contexts, whole prompts, empty places.
+# (query_len, context) of decodes, decodes with drafts, short chunks over long contexts, prompts, and unused entries.
 MIXES = st.lists(
     st.one_of(
         st.tuples(st.just(1), st.integers(0, 200)),
@@ -120,7 +120,7 @@ def test_whole_prompts_are_not_absorbed(device, latent_batch, naive_latents):
     requests = [(1, 1), (1, 37), (20, 70), (5, 5), (80, 80)]
     batch = latent_batch(requests, shape, page_size=16, dtype=torch.float32, device=device)
     check_attention(batch, naive_latents)
-    # Empty places begin and end after the last token.
+    # Unused entries begin and end after the last token.
     lengths, starts = (torch.nn.functional.pad(batch.seq_lens, (0, 2)), [*batch.query_start_loc, 107, 107])
     batch_plan = plan_latent_batch(
         torch.nn.functional.pad(batch.block_tables, (0, 0, 0, 2)),
@@ -161,13 +161,13 @@ def check_rope_and_cache(num_tokens, num_heads, dims, dtype, device, *, is_fp8):
     OPS.latent_rope_and_cache(q, latents, weight, 1e-5, cos_sin, positions, slots, kv_cache, kv_scales)
     rtol = {torch.float32: 1e-5, torch.float16: 2**-10, torch.bfloat16: 2**-7}[dtype]
     torch.testing.assert_close(q.float(), expected_q, rtol=rtol, atol=1e-5)
-    projected = kv_cache.cpu().view(-1, latent_dim + rope_dim)
+    found_cache = kv_cache.cpu().view(-1, latent_dim + rope_dim)
     if kv_scales is not None:
-        projected = fp8.dequantize(projected, kv_scales.cpu().view(-1), torch.float32)
+        found_cache = fp8.dequantize(found_cache, kv_scales.cpu().view(-1), torch.float32)
         rtol = 2**-4
     expected_cache = expected_cache.cpu().view(-1, latent_dim + rope_dim)
     atol = float(expected_cache.abs().max()) * 2**-16 if is_fp8 else 1e-5
-    torch.testing.assert_close(projected.float(), expected_cache, rtol=rtol, atol=atol)
+    torch.testing.assert_close(found_cache.float(), expected_cache, rtol=rtol, atol=atol)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

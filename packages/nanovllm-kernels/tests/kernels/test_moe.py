@@ -39,7 +39,7 @@ def draw_case(
 ) -> tuple[Tensor, PackedExperts, ChosenExperts]:
     """Draw tokens `x`, a view of longer rows, and experts with counters.
 
-    favourite: all tokens choose the same experts. shared: each token's last expert is the last of all.
+    favourite: all tokens choose the same experts. shared: each token's last choice is the last expert.
     eligible: experts that tokens may choose besides the shared expert. None: all.
     """
     generator = torch.Generator(device).manual_seed(num_tokens * 31 + width)
@@ -129,12 +129,12 @@ def test_few_tokens_with_shared_expert_match_reference(num_tokens, num_experts, 
 
 
 @pytest.fixture
-def few_are_fewer(monkeypatch):
+def small_unsorted_limits(monkeypatch):
     monkeypatch.setattr(policy, "MAX_UNSORTED_TOKENS", 2)
     monkeypatch.setattr(policy, "MAX_UNSORTED_FP8_TOKENS", 2)
 
 
-@pytest.mark.usefixtures("few_are_fewer")
+@pytest.mark.usefixtures("small_unsorted_limits")
 @pytest.mark.parametrize(
     ("num_tokens", "num_experts", "top_k"), [(5, 20, 2), (15, 2, 2), (24, 1, 1), (40, 2, 2), (70, 2, 2)], ids=str
 )
@@ -144,11 +144,11 @@ def test_many_tokens_match_reference(num_tokens, num_experts, top_k, device):
         check_experts(num_tokens, num_experts, 48, 40, top_k, torch.float32, device, residual=torch.float32)
 
 
-@pytest.mark.usefixtures("few_are_fewer")
+@pytest.mark.usefixtures("small_unsorted_limits")
 @pytest.mark.parametrize(("num_tokens", "num_experts", "top_k"), [(3, 17, 9), (40, 5, 3)])
 @pytest.mark.parametrize("quantized", [False, True])
 def test_many_tokens_with_shared_expert_match_reference(num_tokens, num_experts, top_k, quantized, device):
-    """The shared expert follows 2 ** n others, and has more than one tile of rows."""
+    """The shared expert follows 2 ** n routed experts, and has more than one tile of rows."""
     sizes = num_tokens, num_experts, 48, 40, top_k
     check_experts(*sizes, torch.float32, device, residual=torch.float32, quantized=quantized, shared=True)
 
@@ -172,13 +172,13 @@ def test_fp8_few_tokens_match_reference(num_tokens, device):
 
 @pytest.mark.parametrize(("tile", "top_k", "shared"), [(1024, 3, False), (8192, 3, True), (8192, 5, True)])
 def test_fp8_one_token_with_partial_tiles_matches_reference(tile, top_k, shared, device, monkeypatch):
-    """Columns and groups of both products are no multiples of their tiles."""
+    """The numbers of columns and groups of both products are not multiples of the tile."""
     monkeypatch.setattr(policy, "MAX_MATVEC_TILE_ELEMENTS", tile)
     sizes = 1, 6, 330, 134, top_k
     check_experts(*sizes, torch.float16, device, quantized=True, residual=torch.float32, shared=shared)
 
 
-@pytest.mark.usefixtures("few_are_fewer")
+@pytest.mark.usefixtures("small_unsorted_limits")
 @pytest.mark.parametrize(("num_tokens", "favourite"), [(1, False), (2, True), (7, False), (70, True), (140, False)])
 def test_fp8_many_tokens_match_reference(num_tokens, favourite, device):
     residual = torch.float32 if favourite else None
@@ -231,7 +231,7 @@ def run_with_poisoned_memory(*arguments: object) -> Tensor:
 
 
 def take_experts(experts: PackedExperts, first: int, end: int) -> PackedExperts:
-    """Return the experts of the rank with ids `first` to `end - 1`. The memory before and after them holds NaN."""
+    """Return a rank's experts, with ids `first` to `end - 1`. The memory before and after their weights holds NaN."""
     own = []
     for tensor in experts[:4]:
         if tensor is not None:
@@ -239,7 +239,7 @@ def take_experts(experts: PackedExperts, first: int, end: int) -> PackedExperts:
             poisoned[first:end] = tensor[first:end]
             tensor = poisoned[first:end]
         own.append(tensor)
-    return pack_experts(*own, first_id=first, num_all=len(experts.w2))._replace(counters=experts.counters)
+    return pack_experts(*own, first_id=first, num_all_experts=len(experts.w2))._replace(counters=experts.counters)
 
 
 def even_bounds(num_experts: int, num_ranks: int) -> list[int]:
@@ -250,7 +250,7 @@ def even_bounds(num_experts: int, num_ranks: int) -> list[int]:
 def check_ranks(
     x: Tensor, experts: PackedExperts, chosen: ChosenExperts, num_ranks: int, residual: Tensor | None
 ) -> None:
-    """Assert that the ranks' results add up, and that a token without experts of a rank gets the residual."""
+    """Assert that results add up, and that a rank returns the residual for tokens that choose none of its experts."""
     added = torch.zeros_like(x) if residual is None else residual
     total = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
     for first, end in pairwise(even_bounds(len(experts.w2), num_ranks)):
@@ -278,7 +278,7 @@ def check_ranks(
 def test_results_of_ranks_add_up(kernel, num_tokens, kind, num_ranks, num_experts, top_k, shared, device, monkeypatch):
     """Tokens choose any experts, only experts of the first rank, or only experts of the last rank."""
     monkeypatch.setattr(policy, "choose_kernel", lambda *_: kernel)
-    # Fewer programs, which Triton's interpreter runs one after another.
+    # Launch fewer programs, because Triton's interpreter runs them one after another.
     monkeypatch.setattr(policy, "MATVEC_COLUMNS", 16)
     bounds = even_bounds(num_experts, num_ranks)
     sizes = num_tokens, num_experts, *((200, 144) if kernel == "matvec" else (32, 24)), top_k
@@ -327,7 +327,7 @@ def test_specialized_kernel_equals_plain_kernel_on_each_rank(num_tokens, eligibl
 @pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("num_tokens", [1, 8, 64, 1000])
 def test_graph_of_a_rank_replays_with_other_experts(num_tokens, quantized, device):
-    """The graph is captured while all pairs are the rank's, then replayed with few pairs, with none, and with all."""
+    """The rank owns all (token, expert) pairs during capture, and some, none, or all pairs in the replays."""
     sizes = num_tokens, 64, 2048, 512, 8
     x, experts, captured = draw_case(*sizes, torch.bfloat16, device, quantized=quantized, eligible=range(16))
     own = take_experts(experts, 0, 16)

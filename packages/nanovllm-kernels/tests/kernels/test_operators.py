@@ -1,4 +1,4 @@
-"""Tests that custom operators follow torch's rules: schemas declare what is written, fakes return the shapes."""
+"""Tests that custom operators declare which arguments they write, and that their fakes return the right shapes."""
 
 import pytest
 import torch
@@ -32,12 +32,12 @@ def arguments():
     qkv, kv_cache, weight = torch.randn(3, 4, 16), torch.randn(4, 16, 2, 16), torch.randn(16)
     positions, slots = integers([0, 1, 2], torch.int64), integers([16, 17, 18], torch.int64)
     logits, ones = torch.randn(2, 20), torch.ones(2)
-    row_numbers = (ones, integers([0, 5]), ones * 0.9, ones * 0, integers([1, 2], torch.int64), integers([3, 4]))
+    draw_settings = (ones, integers([0, 5]), ones * 0.9, ones * 0, integers([1, 2], torch.int64), integers([3, 4]))
     table = integers([[1, 2], [3, 0]])
     halves = torch.randn(64, 2048).half()
     latents, lengths = torch.randn(4, 16, 1, 24), (integers([7, 2]), starts)
     queries = (torch.randn(4, 3, 16), torch.randn(3, 4, 8))
-    # The decode: one tile with one block of keys, in the first of two parts.
+    # Work list of one decode: one tile with one block of keys, in the first of two parts.
     decodes = [integers([0, 1, 1], torch.int64), integers([[0, 0], [0, 0]])]
     decodes.append(integers([[0, 0], [1, 1], [1, 1]], torch.int64))
     return {
@@ -107,7 +107,7 @@ def arguments():
             integers([1, 1, 1]),
             integers([[[1, 2]], [[-1, 3]]]),
         ),
-        "sample": (logits, *row_numbers, False, True),
+        "sample": (logits, *draw_settings, False, True),
         "logprobs": (logits, integers([3, 4]), 2),
     }
 
@@ -130,7 +130,7 @@ def test_operator_has_valid_schema_and_fake(device, name):
 
 @pytest.mark.gpu
 def test_compiled_layer_matches_eager_layer(device):
-    # Without a matrix product, for which the compiler may choose another kernel.
+    # The layer has no matrix product, because the compiler may choose another kernel for a product.
     def layer(x, residual, weight):
         return elementwise.silu_and_mul(elementwise.rms_norm(x, weight, 1e-5)) + residual, residual
 

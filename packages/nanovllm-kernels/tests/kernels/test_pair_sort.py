@@ -9,7 +9,7 @@ from nanovllm_kernels.moe import policy
 
 
 def check_sorted(ids: Tensor, num_experts: int, block_m: int, first_id: int | None = None) -> None:
-    """first_id: id of the first of the `num_experts` experts to whose pairs the sort is limited. None: no limit."""
+    """first_id: sort only the pairs of the `num_experts` experts from this id on. None: the pairs of all experts."""
     from nanovllm_kernels.moe import triton_sort
 
     order, starts, tiles = (each.cpu() for each in triton_sort.sort_pairs(ids, num_experts, block_m, first_id))
@@ -30,7 +30,7 @@ def check_sorted(ids: Tensor, num_experts: int, block_m: int, first_id: int | No
 @pytest.mark.parametrize("num_experts", [3, 16])
 @pytest.mark.parametrize("block_m", [4, 16])
 def test_pairs_are_sorted_and_tiled(num_tokens, num_experts, block_m, device):
-    """With one, few and many parts; the last expert has every token."""
+    """The pairs form one, few or many parts. Every token chooses the last expert."""
     ids = torch.rand((num_tokens, num_experts - 1), device=device).argsort(1)[:, :2].int()
     check_sorted(torch.cat((ids, torch.full_like(ids[:, :1], num_experts - 1)), 1), num_experts, block_m)
 
@@ -39,7 +39,7 @@ def test_pairs_are_sorted_and_tiled(num_tokens, num_experts, block_m, device):
 @pytest.mark.parametrize("num_tokens", [1, 10, 16, 33, 64])
 @pytest.mark.parametrize(("first_id", "num_experts"), [(0, 8), (5, 1), (8, 9), (17, 3)])
 def test_only_pairs_of_own_experts_are_sorted(num_tokens, first_id, num_experts, device):
-    """Tokens choose 3 of 17 experts. The last rank, whose experts no token chooses, has no pairs."""
+    """Tokens choose 3 of 17 experts. In the last case, a rank has experts from id 17 on, and so no pairs."""
     ids = torch.rand((num_tokens, 17), device=device).argsort(1)[:, :3].int().contiguous()
     check_sorted(ids, num_experts, 4, first_id)
 

@@ -51,7 +51,7 @@ def check_order(logits: Tensor, routing: Routing, bias: Tensor | None, ids: Tens
 )
 @pytest.mark.parametrize("num_experts", [24, 64])
 def test_route_matches_reference(routing, num_experts, device):
-    # The logits differ in bf16 too.
+    # The logits of a token are different multiples of 1/8, so they also differ in bf16.
     order = torch.rand((3, num_experts + 5), device=device).argsort(-1)
     logits = ((order - 10) / 8).to(torch.bfloat16 if num_experts == 24 else torch.float32)
     logits = logits[:, : num_experts + (routing.shared == "gated")]

@@ -12,7 +12,7 @@ OPS = torch.ops.nanovllm
 
 
 def settings_of(num_rows, device):
-    """Return every combination of filters, some rows greedy, with seeds and positions of all sizes."""
+    """Return the arguments of `sample` after the logits. Rows mix filters, and some are greedy."""
     temperature = torch.tensor([0.0, 0.6, 1.0, 1.0, 1.5, 1.0, 0.8]).repeat(num_rows)[:num_rows]
     top_k = torch.tensor([0, 1, 20, 0, 5, 10**6], dtype=torch.int32).repeat(num_rows)[:num_rows]
     top_p = torch.tensor([1.0, 0.9, 0.5, 1.0, 0.1]).repeat(num_rows)[:num_rows]
@@ -23,7 +23,7 @@ def settings_of(num_rows, device):
 
 
 def sample_on_cpu(logits, settings, all_greedy, any_filter):
-    """Return the reference's tokens. settings: as for the operator, the positions last."""
+    """Return the reference's tokens. settings: the result of `settings_of`."""
     *draw_settings, positions = (tensor.cpu() for tensor in settings)
     return sampling_reference.sample(logits.cpu(), DrawSettings(*draw_settings), positions, all_greedy, any_filter)
 
@@ -45,8 +45,8 @@ def test_draws_match_reference(device, vocab_size, dtype):
     check_sample(14, vocab_size, dtype, device)
 
 
-def test_ties_at_thresholds_are_kept(device, monkeypatch):
-    """Coarse logits put most thresholds on a tie; then all other tokens are forbidden."""
+def test_ties_at_thresholds_are_kept(device):
+    """Coarse logits put most thresholds on a tie. In a second draw, only three tokens are allowed."""
     torch.manual_seed(1)
     settings = settings_of(40, device)
     logits = torch.randn(40, 60, device=device).mul_(2).round_()
@@ -71,7 +71,7 @@ LOGITS = {
 @pytest.mark.parametrize("kind", LOGITS)
 @pytest.mark.parametrize("max_segments", [4, 32])
 def test_filters_on_any_logits_match_reference(device, monkeypatch, kind, max_segments):
-    """Rows with enough, too many, too few and no candidates are mixed."""
+    """Rows differ in whether their candidate segments fit the limit and include all tokens that the filters keep."""
     for name, size in {
         "CHUNK_TOKENS": 256,
         "SEGMENT_TOKENS": 16,
@@ -96,10 +96,10 @@ def test_filters_on_any_logits_match_reference(device, monkeypatch, kind, max_se
 
     expected = sample_on_cpu(logits, settings, False, True)
     assert torch.equal(actual.cpu(), expected)
-    # The host's knowledge changes the speed, not the result.
-    plain = torch.tensor([not (0 < k < vocab_size or p < 1 or m > 0) for k, p, m in filters]) | (temperature == 0)
+    # `any_filter=False` only saves work: rows without filters draw the same tokens.
+    no_filter = torch.tensor([not (0 < k < vocab_size or p < 1 or m > 0) for k, p, m in filters]) | (temperature == 0)
     unfiltered = OPS.sample(logits, *settings, False, False)
-    assert torch.equal(unfiltered.cpu()[plain], expected[plain])
+    assert torch.equal(unfiltered.cpu()[no_filter], expected[no_filter])
 
 
 def test_rows_without_finite_logits_give_valid_ids(device):
@@ -161,7 +161,7 @@ def test_bias_matches_reference(device, position_dtype):
 def test_masks_match_reference(device, vocab_size):
     logits = torch.randn(5, vocab_size, device=device)
     logits[:, ::7] = -math.inf
-    # The masks are wider than needed: further bits must not matter.
+    # The masks are views of wider rows, and bits after the vocabulary must not matter.
     masks = torch.randint(-(2**31), 2**31, (3, -(-vocab_size // 32) + 2), device=device).to(torch.int32)
     masks[1, 1:] = 0
     mask_rows = torch.tensor([4, -1, 2], dtype=torch.int32, device=device)
@@ -179,7 +179,7 @@ def test_many_masks_match_reference(device):
 @pytest.mark.parametrize(("num_sequences", "length"), [(3, 2), (200, 4), (5, 1)])
 @pytest.mark.parametrize("position_dtype", [torch.int32, torch.int64])
 def test_forbidden_sequences_match_reference(device, num_sequences, length, position_dtype):
-    """A small vocabulary makes many sequences match; rows are at their first tokens, in and after their prompts."""
+    """A small vocabulary makes many sequences match. Rows are at their first token, in their prompt, or after it."""
     torch.manual_seed(num_sequences)
     vocab_size, num_rows = 6, 7
     logits = torch.randn(9, vocab_size, device=device)
@@ -198,7 +198,7 @@ def test_forbidden_sequences_match_reference(device, num_sequences, length, posi
 
 
 def test_rows_with_other_options_do_not_change_a_rows_draw(device):
-    """Compare all operators on mixed rows with only the operators that each row needs."""
+    """All operators on all rows must draw the same tokens as, for each row alone, only the operators that it needs."""
     torch.manual_seed(3)
     num_rows, vocab_size = 32, 3000
     logits = (torch.randn(num_rows, vocab_size) * 3).to(device)
@@ -208,10 +208,10 @@ def test_rows_with_other_options_do_not_change_a_rows_draw(device):
     penalised, biased, forbidding, masked = ((torch.arange(num_rows) >> bit) % 2 == 1 for bit in range(4))
     by_row = rows.cpu().long()
 
-    def table(asked, values, off):
-        """Return `values` for table rows whose rows use the option, `off` for the others."""
+    def table(is_used, values, off):
+        """Return a table with `values` for the rows that use an option, and with `off` for the others."""
         out = torch.full_like(values, off)
-        out[by_row[asked]] = values[by_row[asked]]
+        out[by_row[is_used]] = values[by_row[is_used]]
         return out.to(device)
 
     counts = torch.randint(0, 3, (num_rows, vocab_size), dtype=torch.int32).to(device)
@@ -228,15 +228,15 @@ def test_rows_with_other_options_do_not_change_a_rows_draw(device):
     masks = torch.randint(-(2**31), 2**31, (num_rows, -(-vocab_size // 32))).to(device, torch.int32)
     mask_rows = torch.where(masked, torch.arange(num_rows), -1).to(device, torch.int32)
 
-    def drawn(of, *, penalty, bias, forbid, mask, random):
-        where = rows[of]
+    def draw_with(of, *, penalty, bias, forbid, mask, random):
+        table_rows = rows[of]
         out = logits[of].clone()
         if penalty:
-            out = OPS.apply_penalties(out, where, counts, *penalties)
+            out = OPS.apply_penalties(out, table_rows, counts, *penalties)
         if bias:
-            OPS.apply_bias(out, where, positions[of], ids, values, until)
+            OPS.apply_bias(out, table_rows, positions[of], ids, values, until)
         if forbid:
-            OPS.forbid_sequences(out, where, positions[of], tokens, num_prompt, sequences)
+            OPS.forbid_sequences(out, table_rows, positions[of], tokens, num_prompt, sequences)
         if mask:
             OPS.apply_masks(out, torch.arange(len(mask_rows), device=device, dtype=torch.int32)[: len(out)], masks[of])
         return OPS.sample(out, *(each[of] for each in settings), not random, random).tolist()
@@ -247,10 +247,10 @@ def test_rows_with_other_options_do_not_change_a_rows_draw(device):
     OPS.apply_masks(out, mask_rows, masks)
     together = OPS.sample(out, *settings, False, True).tolist()
     for row in range(num_rows):
-        wanted = {"penalty": penalised, "bias": biased, "forbid": forbidding, "mask": masked}
-        exact = {name: bool(asked[row]) for name, asked in wanted.items()}
-        exact["random"] = float(settings[0][row]) > 0
-        assert drawn(slice(row, row + 1), **exact) == [together[row]], (row, exact)
+        users = {"penalty": penalised, "bias": biased, "forbid": forbidding, "mask": masked}
+        options = {name: bool(is_used[row]) for name, is_used in users.items()}
+        options["random"] = float(settings[0][row]) > 0
+        assert draw_with(slice(row, row + 1), **options) == [together[row]], (row, options)
     assert together != OPS.sample(logits, *settings, False, True).tolist()
 
 
@@ -274,6 +274,6 @@ def test_large_draws_match_reference(device, dtype, num_rows, vocab_size):
     check_sample(num_rows, vocab_size, dtype, device, max_wrong=num_rows // 32)
 
 
-def test_never_drawn_exceeds_range_of_noise():
+def test_noise_differs_by_less_than_max_distance_from_max():
     least, most = -math.log(-math.log1p(-(1 - 2**-24))), -math.log(2**-32)
     assert most - least < triton_sample.MAX_DISTANCE_FROM_MAX

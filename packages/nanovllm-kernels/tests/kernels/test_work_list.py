@@ -81,7 +81,7 @@ def count_tile_blocks(requests, block_q):
 
 
 def check_cover(work, num_blocks_by_tile):
-    """Check that the segments cover all blocks of the tiles once, in order, and that parts are equal but the last."""
+    """Check that segments cover all blocks of the tiles once, in order, and that all parts but the last are equal."""
     num_covered = dict.fromkeys(num_blocks_by_tile, 0)
     part_sizes = [0] * work.num_parts
     for segment in list_segments(work):
@@ -144,9 +144,9 @@ def test_every_key_block_is_in_exactly_one_part(
         return 1 < query_len < request_filter.query_limit and context >= request_filter.min_context
 
     num_short_queries = sum(query_len for query_len, context in queries_and_contexts if is_short(query_len, context))
-    shorts_stay = num_short_queries < request_filter.query_limit
+    lists_short_queries = num_short_queries < request_filter.query_limit
     excluded_query_lens = [
-        query_len if query_len > 1 and not (is_short(query_len, context) and shorts_stay) else 0
+        query_len if query_len > 1 and not (is_short(query_len, context) and lists_short_queries) else 0
         for query_len, context in queries_and_contexts
     ]
     for request in [request for request, count in enumerate(excluded_query_lens) if count][

@@ -18,14 +18,14 @@ EPS = 1e-5
 
 @contextmanager
 def open_communicator(device: torch.device) -> Iterator[Communicator]:
-    """A communicator of all ranks."""
+    """Open a communicator of all ranks."""
     communicator = Communicator(dist.group.WORLD, device)
     yield communicator
     communicator.close()
 
 
 def make_parts(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, seed: int = 0) -> list[Tensor]:
-    """Return the tensor of each rank. All ranks get the same list."""
+    """Return random tensors, one for each rank. All ranks get the same list."""
     generator = torch.Generator(device).manual_seed(seed + sum(shape))
     return [_random(shape, dtype, generator) for _ in range(dist.get_world_size())]
 
@@ -44,11 +44,11 @@ def check_equal_on_all_ranks(x: Tensor) -> None:
     gathered = own.new_empty(dist.get_world_size() * own.numel())
     dist.all_gather_into_tensor(gathered, own)
     for rank, other in enumerate(gathered.chunk(dist.get_world_size())):
-        assert torch.equal(own, other), f"rank {rank} has other bits"
+        assert torch.equal(own, other), f"the tensor of rank {rank} differs from this rank's tensor"
 
 
 def check_close(actual: Tensor, parts: list[Tensor], addend: Tensor | float = 0.0, num_roundings: int = 1) -> None:
-    """Compare with `addend` plus the sum of `parts` in float64. num_roundings: to the dtype of `actual`."""
+    """Compare with `addend` plus the sum of `parts` in float64. num_roundings: roundings to `actual`'s dtype."""
     exact = sum((part.double() for part in parts), torch.zeros((), dtype=torch.float64, device=actual.device)) + addend
     magnitude = sum(part.double().abs() for part in parts) + abs(addend)
     relative = torch.finfo(actual.dtype).eps / 2 * num_roundings + torch.finfo(torch.float32).eps * len(parts)
@@ -79,23 +79,23 @@ def check_copies(communicator: Communicator, shape: tuple[int, ...], dtype: torc
     """Check `all_gather`, `exchange_columns` and `broadcast`, which keep the bits of integers."""
     parts = make_parts(shape, dtype, device)
     own = parts[communicator.rank]
-    assert _same(communicator.all_gather(own), torch.cat([_bits(part) for part in parts]))
+    assert _same(communicator.all_gather(own), torch.cat([_view_fp8_as_bytes(part) for part in parts]))
     for source in (0, communicator.size - 1):
         x = own.clone()
         communicator.broadcast(x, source)
-        assert _same(x, _bits(parts[source]))
+        assert _same(x, _view_fp8_as_bytes(parts[source]))
     columns = make_parts((communicator.size * shape[0], 0 if own.dim() < 2 else own[0].numel()), dtype, device)
     exchanged = communicator.exchange_columns(columns[communicator.rank])
-    expected = torch.cat([_bits(part).chunk(communicator.size)[communicator.rank] for part in columns], 1)
+    expected = torch.cat([_view_fp8_as_bytes(part).chunk(communicator.size)[communicator.rank] for part in columns], 1)
     assert _same(exchanged, expected)
 
 
-def _bits(x: Tensor) -> Tensor:
+def _view_fp8_as_bytes(x: Tensor) -> Tensor:
     return x.view(torch.uint8) if x.dtype.itemsize == 1 else x
 
 
 def _same(actual: Tensor, expected: Tensor) -> bool:
-    return torch.equal(_bits(actual), expected)
+    return torch.equal(_view_fp8_as_bytes(actual), expected)
 
 
 def check_norm(
@@ -208,7 +208,7 @@ def check_rejected_arguments(communicator: Communicator, device: torch.device) -
 
 
 def check_graph(communicator: Communicator, num_rows: int, hidden_size: int, device: torch.device) -> None:
-    """Replay a graph of collectives with new inputs, while the ranks are not in step."""
+    """Replay a graph of collectives with new inputs, while one rank is late."""
     dtype, size = torch.bfloat16, communicator.size
     x = torch.zeros((size * num_rows, hidden_size), dtype=dtype, device=device)
     residual, tokens = torch.zeros_like(x), torch.zeros(num_rows, dtype=torch.int32, device=device)

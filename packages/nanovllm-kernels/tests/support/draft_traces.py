@@ -32,11 +32,11 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class TraceSettings:
-    """Settings of `DraftTraces`.
+    """Settings of `DraftTraces`. A trace is a request with random drafts.
 
     prompt_lens: numbers of tokens before the traces. After CHECKPOINT_INTERVAL - 1 tokens, the first decode saves a
         checkpoint. The last number must not be 0.
-    plain_has_ring: whether the run without drafts also has caches for drafts.
+    plain_has_ring: whether the run without drafts also has caches with rows for drafts (a ring).
     """
 
     num_traces: int
@@ -62,7 +62,7 @@ def make_weights(shape: LayerShape, generator: torch.Generator) -> DeltaWeights:
 
 
 def make_tokens(shape: LayerShape, size: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Rows of projections [*size, width]: `qkvz`, then `ba`."""
+    """Return random rows of projections [*size, width]: `qkvz`, then `ba`."""
     width = shape.num_channels + shape.num_v_heads * (shape.v_dim + 2)
     return torch.randn((*size, width), generator=generator)
 
@@ -71,7 +71,7 @@ class LayerCache:
     """Caches of one layer, filled with NaN. Request i has slot 1 + i.
 
     max_drafts: 0 for caches without drafts.
-    num_computed, num_pending: int32 [requests], what the engine stores.
+    num_computed, num_pending: int32 [requests], numbers of computed and of pending tokens (see `gated_delta_net`).
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class LayerCache:
         return self.states[slots.to(self.states.device)].cpu()
 
     def read_conv_inputs(self, slots: Tensor, position: int) -> Tensor:
-        """The inputs of the convolution that the token at `position` needs: [n, NUM_TAPS - 1, C]."""
+        """Return the inputs of the convolution that the token at `position` needs: [n, NUM_TAPS - 1, C]."""
         rows = torch.arange(position - NUM_TAPS + 1, position) % self.conv_states.shape[1]
         return self.conv_states.cpu()[slots.unsqueeze(1), rows, : self.settings.shape.num_channels]
 
@@ -141,10 +141,10 @@ class LayerCache:
 
 
 class DraftTraces:
-    """Random traces of drafts, and the states of the same tokens without drafts.
+    """Runs random traces, and compares each with the results and states of its tokens without drafts.
 
-    Slots: traces, then prompts, then one checkpoint per trace (used after a prompt of 63 tokens), then checkpoints of
-    the prompts at 64 tokens.
+    Slots: traces, then prompts, then one checkpoint per trace (used after a prompt of 63 tokens), then one
+    checkpoint per prompt at 64 tokens.
     """
 
     def __init__(self, settings: TraceSettings, seed: int):
@@ -160,11 +160,11 @@ class DraftTraces:
             LayerCache(settings, weights, num_requests, num_slots, max_drafts)
             for max_drafts in (settings.max_drafts if settings.plain_has_ring else 0, settings.max_drafts)
         )
-        kinds = torch.randint(0, num_prompts, (num_traces,), generator=self.generator)
-        self.first_positions = torch.tensor(settings.prompt_lens)[kinds]
+        prompt_indices = torch.randint(0, num_prompts, (num_traces,), generator=self.generator)
+        self.first_positions = torch.tensor(settings.prompt_lens)[prompt_indices]
         prompt = self.make_tokens(max(settings.prompt_lens))
         for cache in (self.plain, self.drafted):
-            self.start(cache, prompt, kinds)
+            self.start(cache, prompt, prompt_indices)
         has_checkpoint = torch.tensor(settings.prompt_lens) >= CHECKPOINT_INTERVAL
         self.check_checkpoints(self.shared_slots[has_checkpoint])
         self.tokens = self.make_tokens(num_traces, settings.num_steps * (1 + settings.max_drafts))
@@ -180,18 +180,18 @@ class DraftTraces:
         """Draw a number in 0..largest for each element."""
         return (torch.rand(len(largest), generator=self.generator) * (largest + 1)).long()
 
-    def start(self, cache: LayerCache, prompt: Tensor, kinds: Tensor) -> None:
+    def start(self, cache: LayerCache, prompt: Tensor, prompt_indices: Tensor) -> None:
         """Compute the prompts in chunks, and start each trace from a copy of a prompt's state."""
-        for kind, length in enumerate(self.settings.prompt_lens):
-            request = torch.tensor([len(self.traces) + kind])
-            pairs = torch.tensor([[[CHECKPOINT_INTERVAL, self.shared_slots[kind]]]], dtype=torch.int32)
+        for index, length in enumerate(self.settings.prompt_lens):
+            request = torch.tensor([len(self.traces) + index])
+            pairs = torch.tensor([[[CHECKPOINT_INTERVAL, self.shared_slots[index]]]], dtype=torch.int32)
             for chunk in prompt[:length].split(50):
                 cache.run(request, chunk, torch.tensor([len(chunk)]), num_decodes=0, checkpoints=pairs)
-        cache.copy(len(self.traces) + 1 + kinds, 1 + self.traces)
+        cache.copy(len(self.traces) + 1 + prompt_indices, 1 + self.traces)
         cache.num_computed[self.traces] = self.first_positions.int()
 
     def compute_expected(self) -> None:
-        """Compute one token per trace and step with caches that have no drafts."""
+        """Compute the tokens of all traces without drafts, one token of each trace per step."""
         outs, states = [], []
         ones = torch.ones(len(self.traces), dtype=torch.long)
         for index in range(self.tokens.shape[1]):
@@ -218,7 +218,7 @@ class DraftTraces:
         return num_drafts, num_accepted, num_restarts
 
     def step(self, *, has_drafts: bool) -> tuple[int, int]:
-        """Run a step of about 90 % of the traces, and check results and states of their tokens.
+        """Run a step of about 90 % of the traces, and check the results and states of correct tokens.
 
         A step without drafts also has a chunk of a prompt. Returns: numbers of drafts and of accepted drafts.
         """
@@ -230,16 +230,16 @@ class DraftTraces:
         num_done = (self.drafted.num_computed[traces] - self.first_positions[traces]).long()
         owners = traces.repeat_interleave(query_lens)
         offsets = torch.arange(len(owners)) - (query_lens.cumsum(0) - query_lens).repeat_interleave(query_lens)
-        is_right = offsets <= num_accepted.repeat_interleave(query_lens)
+        is_correct = offsets <= num_accepted.repeat_interleave(query_lens)
         indices = num_done.repeat_interleave(query_lens) + offsets
         wrong_tokens = self.make_tokens(len(owners))
-        tokens = torch.where(is_right.unsqueeze(1), self.tokens[owners, indices], wrong_tokens)
+        tokens = torch.where(is_correct.unsqueeze(1), self.tokens[owners, indices], wrong_tokens)
         if has_drafts:
             out = self.drafted.run(traces, tokens, query_lens, has_drafts=True)
             self.drafted.reject(traces, query_lens, num_accepted)
         else:
             out = self.run_with_prompt(traces, tokens)[: len(tokens)]
-        assert torch.equal(out[is_right], self.expected_outs[indices[is_right], owners[is_right]])
+        assert torch.equal(out[is_correct], self.expected_outs[indices[is_correct], owners[is_correct]])
         assert torch.equal(self.drafted.read_states(1 + traces), self.expected_states[num_done, traces])
         return int(query_lens.sum() - len(traces)), int(num_accepted.sum())
 

@@ -1,7 +1,7 @@
-"""Runs the Gluon kernels of the collectives on a CPU, in Triton's interpreter. Processes play the GPUs.
+"""Runs the Gluon kernels of the collectives on a CPU, in Triton's interpreter, with a process per rank.
 
-The interpreter does not know Gluon. So the kernels' source runs with Triton's functions instead of Gluon's, which also
-take layouts, and with numpy instead of PTX for `put` and `take`.
+The interpreter does not support Gluon. The kernels' source therefore calls Triton's functions, without the layouts that
+Gluon's functions take. `put` and `take` run in numpy instead of PTX.
 """
 
 import ctypes
@@ -43,7 +43,7 @@ TIMEOUT_S = 60
 
 
 class TritonForGluon:
-    """Triton's functions under the names and with the arguments of Gluon's."""
+    """Offers Triton's functions with the names and arguments of Gluon's functions."""
 
     def __getattr__(self, name: str) -> object:
         return getattr(tl, name)
@@ -71,16 +71,16 @@ def put(units: tl.tensor, region: tl.tensor, slots: tl.tensor) -> None:
     time.sleep(random.choice((0, 0, 0.003)))
     indices = slots.handle.data[:, 0]
     targets, sent_units = _map_slots(region, indices), np.flatnonzero(indices >= 0)
-    # The receiver has taken what was in the slots.
+    # The receiver must have emptied the slots.
     assert (targets[indices[sent_units]] == EMPTY_WORD).all(), "a slot is not empty"
     for part in np.array_split(np.random.permutation(sent_units), 4):
-        # The receiver must read the halves of a 64-bit word together, so the half that says "not empty" comes last.
+        # The upper half of a 64-bit word shows that the word is not empty, so the upper halves (1 and 3) come last.
         for word in (0, 2, 1, 3) if units.handle.data.shape[1] == 2 else random.sample(range(4), 4):
             targets[indices[part], word] = words[part, word]
 
 
 def take(like: tl.tensor, region: tl.tensor, slots: tl.tensor) -> tl.tensor:
-    """Like `gluon_peer_memory.take`."""
+    """Like `gluon_peer_memory.take`. Exact units have two elements, each in the lower half of a 64-bit word."""
     indices, is_exact = slots.handle.data[:, 0], like.handle.data.shape[1] == 2
     sources, taken_units = _map_slots(region, indices), np.flatnonzero(indices >= 0)
     deadline = time.monotonic() + TIMEOUT_S
@@ -95,7 +95,7 @@ def take(like: tl.tensor, region: tl.tensor, slots: tl.tensor) -> tl.tensor:
 
 
 def _map_slots(region: tl.tensor, indices: np.ndarray) -> np.ndarray:
-    """Return the words of the slots up to the last of `indices`: [slots, 4]."""
+    """Return the words of all slots up to the largest of `indices`: [slots, 4]."""
     num_words = 4 * (int(indices.max()) + 1)
     return np.frombuffer((ctypes.c_uint32 * num_words).from_address(int(region.handle.data.item())), np.uint32).reshape(
         -1, 4
@@ -143,7 +143,7 @@ def open_interpreted_peers(directory: Path, policy: LaunchPolicy) -> PeerCollect
 
 @contextmanager
 def open_interpreted_communicator(directory: Path, policy: LaunchPolicy) -> Iterator[Communicator]:
-    """A communicator of all ranks that uses the interpreted kernels."""
+    """Open a communicator of all ranks that uses the interpreted kernels."""
     communicator = Communicator(dist.group.WORLD, torch.device("cpu"))
     collective._open_collectives[dist.group.WORLD.group_name] = open_interpreted_peers(directory, policy)
     yield communicator

@@ -12,7 +12,7 @@ def change_interpreter() -> None:
     """Fix the interpreter of this process for numpy 2.4, and skip work that it repeats. No result changes."""
     _fix_for_numpy_2_4()
     _patch_language_once()
-    _remember_types()
+    _cache_types_and_shapes()
     _drop_unused_overflow_checks()
 
 
@@ -31,7 +31,7 @@ def _fix_for_numpy_2_4() -> None:
 
 
 def _patch_language_once() -> None:
-    """Replace Triton's functions once per module. The interpreter replaces them at each call of a device function."""
+    """Replace the functions of Triton's modules once. The interpreter does so in each call of a device function."""
     patch = interpreter._patch_lang
     is_patched: set[tuple[bool, bool]] = set()
 
@@ -47,8 +47,8 @@ def _patch_language_once() -> None:
     interpreter._patch_lang = patch_once
 
 
-def _remember_types() -> None:
-    """Compute the numpy dtype of a Triton dtype, and the shape of a tensor in Triton's constants, once per value."""
+def _cache_types_and_shapes() -> None:
+    """Cache the numpy dtype of each Triton dtype, and the constants that describe each tensor shape."""
     find_dtype = interpreter._get_np_dtype
     find_scalar_dtype = functools.cache(find_dtype)
 
@@ -69,7 +69,7 @@ def _remember_types() -> None:
 
 
 def _drop_unused_overflow_checks() -> None:
-    """Do not compute sums and products of integers again in int64: the interpreter drops the result of this check."""
+    """Skip overflow checks. They compute sums and products again in int64, and the interpreter ignores the result."""
     builder = interpreter.interpreter_builder
     assert not builder.options.debug, "Triton's interpreter now uses the result of its overflow checks"
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from nanovllm_models.chat_formats import ChatFormat, read_format
+from nanovllm_models.chat_formats import ChatFormat, read_chat_format
 from nanovllm_models.default_model import default_model_path
 from nanovllm_models.errors import ModelError, TemplateError, TemplateValueError
 from nanovllm_models.hub import ModelDirectory, find_model
@@ -22,12 +22,12 @@ __all__ = [
     "find_model",
     "load",
     "load_tokenizer",
-    "read_format",
+    "read_chat_format",
 ]
 
 
 def __getattr__(name: str) -> object:
-    # The registry imports torch, which takes seconds and half a gigabyte. Processes without a model avoid both.
+    # The registry imports torch, which takes seconds and half a gigabyte of memory. Processes without a model skip it.
     if name != "load":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from nanovllm_models.registry import load

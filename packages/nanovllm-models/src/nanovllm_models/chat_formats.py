@@ -178,7 +178,7 @@ LLAMA = JsonCalls(
 
 REASONING_FORMATS = {reasoning.name: reasoning for reasoning in (THINK,)}
 
-# `detect_format` takes the first match. QWEN3_CODER comes first, because its templates may contain HERMES's markers.
+# `detect_chat_format` takes the first match. QWEN3_CODER comes first: its templates may contain HERMES's markers.
 TOOL_CALL_FORMATS: dict[str, ToolCallFormat] = {
     call_format.name: call_format for call_format in (QWEN3_CODER, HERMES, MINIMAX_M2, DEEPSEEK_R1, LLAMA)
 }
@@ -190,7 +190,7 @@ FORMAT_BY_ARCHITECTURE: dict[str, ToolCallFormat] = {
 }
 
 
-def detect_format(architecture: str | None, template: str) -> ChatFormat:
+def detect_chat_format(architecture: str | None, template: str) -> ChatFormat:
     """Return the formats of a model.
 
     architecture: name from config.json; None if config.json has none.
@@ -201,13 +201,13 @@ def detect_format(architecture: str | None, template: str) -> ChatFormat:
         (known for known in TOOL_CALL_FORMATS.values() if all(marker in template for marker in known.template_markers)),
         None,
     )
-    # A template that mentions tools shows the model its format of calls, so no default applies.
+    # A template that mentions tools tells the model how to write calls, so no default applies.
     if tool_calls is None and "tool" not in template:
         tool_calls = FORMAT_BY_ARCHITECTURE.get(architecture or "", HERMES)
     return ChatFormat(reasoning, tool_calls)
 
 
-def read_format(path: Path, template: str) -> ChatFormat:
+def read_chat_format(path: Path, template: str) -> ChatFormat:
     """Return the formats of the model in `path`. template: the chat template; "" for none. Raises ModelError."""
     architectures = read_fields(path / "config.json").texts("architectures")
-    return detect_format(architectures[0] if architectures else None, template)
+    return detect_chat_format(architectures[0] if architectures else None, template)

@@ -97,7 +97,7 @@ def find_checkpoint(path: Path, progress: bool | None = None) -> CheckpointWeigh
         missing = [shard for shard in shard_names if not (path / shard).is_file()]
         if missing:
             summary = f"{len(missing)} of {len(shard_names)} files are missing"
-            raise ModelError(f"{path / INDEX_NAME} names {missing[0]}, which is not there ({summary})")
+            raise ModelError(f"{path / INDEX_NAME} names {missing[0]}, which does not exist ({summary})")
         return CheckpointWeights(tuple(path / shard for shard in shard_names), progress)
     if (path / SINGLE_FILE_NAME).is_file():
         return CheckpointWeights((path / SINGLE_FILE_NAME,), progress)

@@ -207,9 +207,9 @@ class DeepseekV3Layer(nn.Module):
             self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, build, quantization=mlp_quantization)
 
     def before_attention(self, stream: ResidualStream) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the completed residual stream [T, hidden], and queries and latents, the inputs of `self_attn`."""
-        x, rows, norm = self.input_layernorm.resolve(stream)
-        return x, *self.self_attn.project(rows, norm)
+        """Return the residual stream [T, hidden] after all additions, and queries and latents for `self_attn`."""
+        x, layer_input, norm = self.input_layernorm.add_partials(stream)
+        return x, *self.self_attn.project(layer_input, norm)
 
     def after_attention(self, attended: Tensor, x: Tensor) -> ResidualStream:
         """Return the residual stream after the layer.
@@ -218,8 +218,8 @@ class DeepseekV3Layer(nn.Module):
         x: residual stream before the layer; may be overwritten.
         """
         stream = self.self_attn.o_proj.forward(attended, ResidualStream(x))
-        x, rows, norm = self.post_attention_layernorm.resolve_for_all_ranks(stream)
-        return self.mlp.forward(rows, ResidualStream(x), norm)
+        x, layer_input, norm = self.post_attention_layernorm.add_partials_and_gather_requests(stream)
+        return self.mlp.forward(layer_input, ResidualStream(x), norm)
 
 
 class MTPOutputHead(nn.Module):
@@ -235,7 +235,7 @@ class MTPLayer(DeepseekV3Layer):
     """A layer for multi-token prediction, see `nanovllm_core.model.PredictionHead`.
 
     `eh_proj` projects the concatenation of a token's embedding and the previous token's hidden state. `enorm` norms the
-    embedding, `hnorm` the hidden state.
+    embedding, and `hnorm` norms the hidden state.
     """
 
     def __init__(self, config: DeepseekV3Config, index: int, build: BuildContext, rotary: RotaryEmbedding):
@@ -264,7 +264,7 @@ class MTPLayer(DeepseekV3Layer):
         return self.shared_head.head.forward(self.shared_head.norm.forward(hidden))
 
 
-def run_between(
+def run_between_attentions(
     attended: Tensor, x: Tensor, layer: DeepseekV3Layer, next_layer: DeepseekV3Layer
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run the code between two attentions; returns the residual stream and the inputs of the next attention."""
@@ -287,7 +287,8 @@ class DeepseekV3Model(nn.Module):
         self._num_layers = num_layers
         # One compiled function for layers without experts, one for layers with experts. Indexed by `has_experts`.
         self._run_between = tuple(
-            compile_for_rows(run_between, MIN_COMPILED_ROWS) if build.compile else run_between for _ in range(2)
+            compile_for_rows(run_between_attentions, MIN_COMPILED_ROWS) if build.compile else run_between_attentions
+            for _ in range(2)
         )
 
     def decoder_layers(self) -> list[DeepseekV3Layer]:

@@ -129,7 +129,7 @@ def _find_damage(directory: Path) -> str | None:
     try:
         manifest = json.loads((directory / MANIFEST_NAME).read_bytes())
         if (manifest["version"], manifest["source_sha256"]) != (MANIFEST_VERSION, SOURCE_SHA256):
-            return "made by another version"
+            return "it was made by another version of nanovllm"
         for name, expected in manifest["files"].items():
             file = directory / name
             if file.stat().st_size != expected["bytes"]:

@@ -38,7 +38,7 @@ class JsonFields:
 
     def non_negative_integer(self, name: str, default: int) -> int:
         """Return an integer of at least 0."""
-        return self._read(name, _is_non_negative_integer, "an integer from 0 on", default)
+        return self._read(name, _is_non_negative_integer, "an integer of at least 0", default)
 
     def positive_number(self, name: str, default: float | None = None) -> float:
         """Return a finite number above 0."""
@@ -46,7 +46,7 @@ class JsonFields:
 
     def non_negative_number(self, name: str) -> float:
         """Return a finite number of at least 0; 0 if the field is absent."""
-        return float(self._read(name, lambda value: _is_finite(value) and value >= 0, "a number from 0 on", 0.0))
+        return float(self._read(name, lambda value: _is_finite(value) and value >= 0, "a number of at least 0", 0.0))
 
     def boolean(self, name: str, default: bool) -> bool:
         """Return a boolean."""
@@ -58,23 +58,24 @@ class JsonFields:
 
     def texts(self, name: str) -> tuple[str, ...]:
         """Return a list of strings as a tuple; () if the field is absent."""
-        return tuple(self._read(name, _is_list_of(lambda entry: isinstance(entry, str)), "a list of strings", ()))
+        return tuple(self._read(name, _make_list_check(lambda entry: isinstance(entry, str)), "a list of strings", ()))
 
     def non_negative_integers(self, name: str) -> tuple[int, ...]:
         """Return a list of integers of at least 0 as a tuple; () if the field is absent."""
-        is_valid = _is_list_of(_is_non_negative_integer)
-        return tuple(self._read(name, is_valid, "a list of integers from 0 on", ()))
+        is_valid = _make_list_check(_is_non_negative_integer)
+        return tuple(self._read(name, is_valid, "a list of integers of at least 0", ()))
 
     def positive_integers(self, name: str) -> tuple[int, ...]:
         """Return a list of integers above 0 as a tuple."""
-        is_valid = _is_list_of(lambda entry: _is_integer(entry) and entry > 0)
+        is_valid = _make_list_check(lambda entry: _is_integer(entry) and entry > 0)
         return tuple(self._read(name, is_valid, "a list of integers above 0"))
 
     def token_ids(self, name: str) -> tuple[int, ...]:
         """Return one token id or a list of token ids as a tuple; () if the field is absent."""
         if _is_non_negative_integer(self._values.get(name)):
             return (self._values[name],)
-        return tuple(self._read(name, _is_list_of(_is_non_negative_integer), "a token id or a list of token ids", ()))
+        is_valid = _make_list_check(_is_non_negative_integer)
+        return tuple(self._read(name, is_valid, "a token id or a list of token ids", ()))
 
     def nested(self, name: str) -> "JsonFields":
         """Return an object inside this object; an empty object if the field is absent."""
@@ -130,5 +131,5 @@ def _is_finite(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and -math.inf < value < math.inf
 
 
-def _is_list_of(is_valid: Callable[[Any], bool]) -> Callable[[Any], bool]:
+def _make_list_check(is_valid: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, list) and all(is_valid(entry) for entry in value)

@@ -13,7 +13,7 @@ from nanovllm_models.default_model import MODEL_NAME, default_model_path
 from nanovllm_models.errors import ModelError
 
 # `organisation/name`, optionally `@revision`: a branch, a tag or a commit.
-REPOSITORY = re.compile(r"(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)(?:@(?P<revision>[^@\s]+))?")
+REPOSITORY_PATTERN = re.compile(r"(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)(?:@(?P<revision>[^@\s]+))?")
 # Globs of the files to download: configuration and tokenizer, and weights.
 METADATA_FILES = ("*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")
 WEIGHT_FILES = ("*.safetensors",)
@@ -32,8 +32,8 @@ class ModelDirectory:
 
 
 def is_repository(model: str) -> bool:
-    """Return whether `model` names a repository: `find_model` then downloads it. An existing path is no repository."""
-    return REPOSITORY.fullmatch(model) is not None and not os.path.lexists(_expand_home(model))
+    """Return whether `model` selects a repository: it has the form of REPOSITORY_PATTERN, and no path has this name."""
+    return REPOSITORY_PATTERN.fullmatch(model) is not None and not os.path.lexists(_expand_home(model))
 
 
 def is_default_name(model: str | None) -> bool:
@@ -62,7 +62,7 @@ def find_model(model: str | None, *, with_weights: bool = True, progress: bool |
         # Check now: the engine and the tokenizer load concurrently, and would report a missing file in different words.
         check_has_config(path)
         return ModelDirectory(path, path.resolve().name)
-    match = REPOSITORY.fullmatch(model)
+    match = REPOSITORY_PATTERN.fullmatch(model)
     if match is None or not is_repository(model):
         is_path = os.sep in model or os.path.lexists(_expand_home(model))
         problem = "not a directory" if is_path else "neither a directory nor the name of a repository"
@@ -87,7 +87,7 @@ def _expand_home(model: str) -> str:
 
 
 def _download(name: str, revision: str | None, files: tuple[str, ...], *, log_start: bool) -> Path:
-    # Imported here, because the import takes 0.3 s, which a model in a local directory does not need.
+    # Imported here, because the import takes 0.3 s. A model in a local directory does not need huggingface_hub.
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -139,7 +139,7 @@ def _download(name: str, revision: str | None, files: tuple[str, ...], *, log_st
         raise ModelError(f"{hub} refused to send {name}: {_to_one_line(error)}") from error
     except HTTPError as error:
         raise ModelError(
-            f"the download of {name} from {hub} broke off: {_to_one_line(error)} (start again to continue the download)"
+            f"the download of {name} from {hub} failed: {_to_one_line(error)} (start again to continue it)"
         ) from error
     except OSError as error:
         raise ModelError(

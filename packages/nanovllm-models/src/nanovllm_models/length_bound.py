@@ -7,11 +7,11 @@ import tokenizers
 from nanovllm_models.token_bytes import BYTE_BY_CHARACTER
 from nanovllm_models.tokenizer_components import component_types
 
-# Maximum number of characters that NFC normalization composes to one character.
+# Maximum number of characters that NFC normalization composes into one character.
 MAX_COMPOSED_CHARACTERS = 4
 
 
-class LengthBound(NamedTuple):
+class TokenCountBound(NamedTuple):
     """Computes the minimum number of tokens of a text from its number of characters.
 
     max_token_characters: maximum number of characters that become one token.
@@ -27,7 +27,7 @@ class LengthBound(NamedTuple):
         return -(-num_characters // self.max_token_characters)
 
 
-def find_length_bound(backend: tokenizers.Tokenizer) -> LengthBound | None:
+def find_length_bound(backend: tokenizers.Tokenizer) -> TokenCountBound | None:
     """Return the bound for a byte-level tokenizer; None for a tokenizer that may drop arbitrary characters."""
     strips_spaces = any(token.lstrip or token.rstrip for token in backend.get_added_tokens_decoder().values())
     is_byte_level = "ByteLevel" in component_types(backend.decoder)
@@ -36,9 +36,9 @@ def find_length_bound(backend: tokenizers.Tokenizer) -> LengthBound | None:
         return None
     vocabulary = backend.get_vocab(with_added_tokens=True)
     dropped_bytes = {byte for character, byte in BYTE_BY_CHARACTER.items() if character not in vocabulary}
-    # Each character outside ASCII has a UTF-8 byte from 0x80 to 0xBF, which must have a token.
+    # The tokenizer drops bytes without a token. Each character outside ASCII has a UTF-8 byte from 0x80 to 0xBF.
     if any(0x80 <= byte < 0xC0 for byte in dropped_bytes):
         return None
     # The name of a byte-level token has one character per byte.
     max_token_characters = max(map(len, vocabulary)) * (MAX_COMPOSED_CHARACTERS if normalizers else 1)
-    return LengthBound(max_token_characters, tuple(chr(byte) for byte in dropped_bytes if byte < 0x80))
+    return TokenCountBound(max_token_characters, tuple(chr(byte) for byte in dropped_bytes if byte < 0x80))

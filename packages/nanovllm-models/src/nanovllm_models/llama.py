@@ -89,7 +89,7 @@ CONFIG_DEFAULTS = ConfigDefaults(
 
 
 def parse_llama_fields(config: JsonFields, defaults: ConfigDefaults) -> LlamaConfig:
-    """Parse the fields that all families with these layers share. Raises ModelError for an unsupported value."""
+    """Parse the fields that all families with Llama's layers share. Raises ModelError for an unsupported value."""
     if config.text("hidden_act", "silu") != "silu":
         raise config.error("hidden_act", "silu")
     hidden_size = config.positive_integer("hidden_size", defaults.hidden_size)
@@ -185,9 +185,9 @@ class LlamaLayer(nn.Module):
         )
 
     def before_attention(self, stream: ResidualStream) -> tuple[Tensor, Tensor]:
-        """Return the completed residual stream [T, hidden], and the input of `self_attn`."""
-        x, rows, norm = self.input_layernorm.resolve(stream)
-        return x, self.self_attn.qkv_proj.forward(rows, norm)
+        """Return the residual stream [T, hidden] after all additions, and the input of `self_attn`."""
+        x, layer_input, norm = self.input_layernorm.add_partials(stream)
+        return x, self.self_attn.qkv_proj.forward(layer_input, norm)
 
     def after_attention(self, attended: Tensor, x: Tensor) -> ResidualStream:
         """Return the residual stream after the layer.
@@ -196,11 +196,13 @@ class LlamaLayer(nn.Module):
         x: residual stream before the layer; may be overwritten.
         """
         stream = self.self_attn.o_proj.forward(attended, ResidualStream(x))
-        x, rows, norm = self.post_attention_layernorm.resolve_for_all_ranks(stream)
-        return self.mlp.forward(rows, ResidualStream(x), norm)
+        x, layer_input, norm = self.post_attention_layernorm.add_partials_and_gather_requests(stream)
+        return self.mlp.forward(layer_input, ResidualStream(x), norm)
 
 
-def run_between(attended: Tensor, x: Tensor, layer: LlamaLayer, next_layer: LlamaLayer) -> tuple[Tensor, Tensor]:
+def run_between_attentions(
+    attended: Tensor, x: Tensor, layer: LlamaLayer, next_layer: LlamaLayer
+) -> tuple[Tensor, Tensor]:
     """Run the code between two attentions; returns the residual stream and the input of the next attention."""
     return next_layer.before_attention(layer.after_attention(attended, x))
 
@@ -221,7 +223,9 @@ class LlamaModel(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
         # One compiled function for layers without experts, one for layers with experts. Keys: has_experts.
         self._run_between = {
-            has_experts: compile_for_rows(run_between, MIN_COMPILED_ROWS) if build.compile else run_between
+            has_experts: compile_for_rows(run_between_attentions, MIN_COMPILED_ROWS)
+            if build.compile
+            else run_between_attentions
             for has_experts in (False, True)
         }
 

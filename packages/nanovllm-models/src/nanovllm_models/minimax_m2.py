@@ -80,7 +80,7 @@ def parse_moe_config(config: JsonFields) -> MiniMaxM2MoEConfig:
 
 
 class MiniMaxM2Attention(LlamaAttention):
-    """Grouped-query attention. One norm covers all query heads of a token, a second norm all key heads."""
+    """Grouped-query attention. One norm covers all query heads of a token, and another norm covers all key heads."""
 
     def __init__(self, config: LlamaConfig, index: int, build: BuildContext):
         super().__init__(config, index, build)
@@ -89,7 +89,7 @@ class MiniMaxM2Attention(LlamaAttention):
         if build.parallel.size <= config.num_key_value_heads:
             # The heads must split evenly: additional heads of zeros would change the mean squares.
             build.parallel.split_evenly(config.num_key_value_heads, "num_key_value_heads")
-        # The norms have the rank's part of the weights, in the order of the projection's rows.
+        # Each norm has only this rank's part of the weights, in the order of the rows of `qkv_proj`.
         query, key, _ = qkv_parts(config.num_attention_heads, config.num_key_value_heads, config.head_dim, bias=False)
         self.q_norm, self.k_norm = (
             RMSNorm(part.out_features, config.rms_norm_eps, build, own_elements=part.own_rows(build.parallel))
@@ -128,14 +128,14 @@ class MiniMaxM2Layer(nn.Module):
 
     def before_attention(self, stream: ResidualStream) -> tuple[Tensor, Tensor]:
         """See `LlamaLayer.before_attention`."""
-        x, rows, norm = self.input_layernorm.resolve(stream)
-        return x, self.self_attn.qkv_proj.forward(rows, norm)
+        x, layer_input, norm = self.input_layernorm.add_partials(stream)
+        return x, self.self_attn.qkv_proj.forward(layer_input, norm)
 
     def after_attention(self, attended: Tensor, x: Tensor) -> ResidualStream:
         """See `LlamaLayer.after_attention`."""
         stream = self.self_attn.o_proj.forward(attended, ResidualStream(x))
-        x, rows, norm = self.post_attention_layernorm.resolve_for_all_ranks(stream)
-        return self.block_sparse_moe.forward(rows, ResidualStream(x), norm)
+        x, layer_input, norm = self.post_attention_layernorm.add_partials_and_gather_requests(stream)
+        return self.block_sparse_moe.forward(layer_input, ResidualStream(x), norm)
 
 
 def build_minimax_m2(

@@ -21,7 +21,7 @@ def has_mtp_heads(weights: WeightSource, prefixes: tuple[str, ...], num_declared
     if num_declared and not has_heads:
         _log.info(
             "config.json declares %d heads for multi-token prediction, but the checkpoint has no weights for them: "
-            "speculative decoding with these heads is off",
+            "`--speculate mtp` is not available",
             num_declared,
         )
     return has_heads

@@ -69,7 +69,7 @@ class GatedAttention(nn.Module):
         self.q_norm, self.k_norm = (RMSNorm(head_dim, config.rms_norm_eps, build, zero_centred=True) for _ in range(2))
         gate_width = self.heads.num_heads * head_dim
         self._projected_widths = (gate_width + 2 * self.heads.num_kv_heads * head_dim, gate_width)
-        # Whether `qkv_proj` applies the norm. A fused FP8 matmul would return the dtype of the norm's weight, float32.
+        # Whether `qkv_proj` applies the norm. An FP8 `qkv_proj` would return the dtype of the norm's weight, float32.
         self._is_norm_fused = qkv_quantization is None
         self._cache_index = cache_index
 
@@ -180,13 +180,13 @@ class Qwen3NextLayer(nn.Module):
             self.mlp = Qwen3NextMoE(config, build, f"{name}.mlp")
         else:
             self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, build, quantization=mlp_quantization)
-        # Whether `mlp` applies the norm: with experts always, otherwise if its weights are not quantized. See
-        # `GatedAttention`.
+        # Whether `mlp` applies the norm: always with experts; otherwise only if the weights of `mlp` are not quantised,
+        # for the reason given in `GatedAttention`.
         self._is_norm_fused = mlp_quantization is None
 
     def before_mix(self, stream: ResidualStream) -> tuple[Tensor, Tensor, Tensor]:
         """Return the residual stream [T, hidden] after all additions, and the two inputs of `mix`."""
-        x, layer_input, norm = self.input_layernorm.resolve(stream)
+        x, layer_input, norm = self.input_layernorm.add_partials(stream)
         return x, *(self.self_attn if self.has_attention else self.linear_attn).project(layer_input, norm)
 
     def mix(self, projected: tuple[Tensor, Tensor], rotation: Rotation, ctx: ForwardContext) -> Tensor:
@@ -203,7 +203,7 @@ class Qwen3NextLayer(nn.Module):
         """
         out_proj = self.self_attn.o_proj if self.has_attention else self.linear_attn.out_proj
         stream = out_proj.forward(mixed, ResidualStream(x))
-        x, layer_input, norm = self.post_attention_layernorm.resolve_for_all_ranks(stream)
+        x, layer_input, norm = self.post_attention_layernorm.add_partials_and_gather_requests(stream)
         if norm is not None and not self._is_norm_fused:
             layer_input, norm = norm.forward(layer_input), None
         return self.mlp.forward(layer_input, ResidualStream(x), norm)
@@ -214,7 +214,7 @@ class Qwen3NextLayer(nn.Module):
         return self.self_attn.heads.cache_spec if self.has_attention else self.linear_attn.cache_spec
 
 
-def run_between(
+def run_between_attentions(
     mixed: Tensor, x: Tensor, layer: Qwen3NextLayer, next_layer: Qwen3NextLayer
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run the code between two calls of `mix`; returns the residual stream and the inputs of the next `mix`."""
@@ -243,7 +243,10 @@ class Qwen3NextModel(nn.Module):
         # A compiled function runs parts of two consecutive layers. Each combination of layer kinds has a function.
         kinds = {_classify_pair(layer, next_layer) for layer, next_layer in pairwise([*self.layers])}
         self._run_between = {
-            kind: compile_for_rows(run_between, MIN_COMPILED_ROWS) if build.compile else run_between for kind in kinds
+            kind: compile_for_rows(run_between_attentions, MIN_COMPILED_ROWS)
+            if build.compile
+            else run_between_attentions
+            for kind in kinds
         }
 
     def plan_rotation(self, positions: Tensor) -> Rotation:

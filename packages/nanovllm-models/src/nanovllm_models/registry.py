@@ -80,7 +80,7 @@ def load(
     spec = build_spec(path, fields, name=served_name or path.resolve().name, weights=weights)
     spec = replace(spec, fingerprint=_make_fingerprint(path, load_format, seed))
     # The default model's two largest logits often differ by only 0.1. Rounding changes a logit by 0.06 in bf16 and by
-    # 0.008 in float16. float16 does not overflow: this model's largest number outside the float32 residual is 24,900.
+    # 0.008 in float16. float16 does not overflow: the residual stream is float32, and other values are at most 24,900.
     spec = replace(spec, cuda_dtype=torch.float16) if is_default_model(path) else spec
     if draft is None:
         return spec
@@ -91,7 +91,7 @@ def load(
     return replace(spec, draft=draft_spec)
 
 
-# Pieces of each file of weights that determine the fingerprint.
+# Number and size of the pieces of each weight file from which the fingerprint is computed.
 _NUM_SAMPLES, _SAMPLE_BYTES = 64, 4096
 
 

@@ -93,7 +93,7 @@ class EncodingExchange(Protocol):
         ...
 
     def receive(self) -> Mapping[str, bytes]:
-        """Return what other processes published since the last call. Only one thread at a time may call this method."""
+        """Return the segments that other processes published since the last call. Call from one thread at a time."""
         ...
 
 
@@ -113,7 +113,7 @@ class SegmentEncoder:
         self._receive_lock = Lock()
 
     def share(self, exchange: EncodingExchange) -> None:
-        """Exchange segments through `exchange` from now on. Cache what other processes have already published."""
+        """Exchange segments through `exchange` from now on. Cache the segments that were published before."""
         self._exchange = exchange
         self._receive(exchange)
 
@@ -163,7 +163,12 @@ def make_segment_encoder(backend: tokenizers.Tokenizer, max_bytes: int = MAX_CAC
     depends_on_context = any(
         token.single_word or token.lstrip or token.rstrip for token in added_tokens.values() if not token.normalized
     )
-    if not splitting_ids or depends_on_context or backend.encode_special_tokens or not _is_independent(backend):
+    if (
+        not splitting_ids
+        or depends_on_context
+        or backend.encode_special_tokens
+        or not _has_independent_segments(backend)
+    ):
         return None
     try:
         encoder = SegmentEncoder(backend, splitting_ids, max_bytes)
@@ -187,15 +192,16 @@ def longest_match_pattern(words: Sequence[str]) -> str:
         if word:
             words_by_first_character.setdefault(word[0], []).append(word)
     branches: list[str] = []
-    for same_start in words_by_first_character.values():
-        prefix = commonprefix(same_start)  # noqa: RUF071 (these are not paths)
-        branches.append(re.escape(prefix) + longest_match_pattern([word[len(prefix) :] for word in same_start]))
+    for group in words_by_first_character.values():
+        prefix = commonprefix(group)  # noqa: RUF071 (these are not paths)
+        branches.append(re.escape(prefix) + longest_match_pattern([word[len(prefix) :] for word in group]))
     if not branches:
         return ""
     return f"(?:{'|'.join(branches)})" + ("?" if "" in words else "")
 
 
-def _is_independent(backend: tokenizers.Tokenizer) -> bool:
+def _has_independent_segments(backend: tokenizers.Tokenizer) -> bool:
+    """Return whether `backend` encodes each segment independently of the others, as far as its components tell."""
     model = backend.model
     if not isinstance(model, BPE | WordLevel) or (isinstance(model, BPE) and model.dropout):
         return False

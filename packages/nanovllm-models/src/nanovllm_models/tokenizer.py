@@ -48,7 +48,7 @@ class Tokenizer:
         self.eos_token_id: int | None = hf_tokenizer.eos_token_id
         self.has_chat_template = chat_template is not None or hf_tokenizer.chat_template is not None
         self._segment_encoder = make_segment_encoder(self.backend)
-        self._min_length_estimator = find_length_bound(self.backend)
+        self._length_bound = find_length_bound(self.backend)
         self._hf_tokenizer = hf_tokenizer
         self._chat_template = chat_template
         # Template variables can't have these names, because `apply_chat_template` takes variables as keyword arguments.
@@ -69,7 +69,7 @@ class Tokenizer:
             self._segment_encoder.share(exchange)
 
     def encode(self, text: str, *, add_special_tokens: bool, max_cached_tokens: int | None = None) -> NDArray[np.int32]:
-        """Return the token ids of `text`: int32 [n], read-only. Names of special tokens become special tokens.
+        """Return the token ids of `text`: int32 [n], read-only. Names of special tokens in `text` become these tokens.
 
         add_special_tokens: whether to add the tokens that the model expects around a text. False for a conversation,
             to which the chat template has added these tokens.
@@ -85,7 +85,7 @@ class Tokenizer:
 
     def min_num_tokens(self, text: str) -> int:
         """Return a lower bound of the number of tokens of `text`, much faster than `encode`; 0 if no bound is known."""
-        return 0 if self._min_length_estimator is None else self._min_length_estimator.min_num_tokens(text)
+        return 0 if self._length_bound is None else self._length_bound.min_num_tokens(text)
 
     def decode(self, token_ids: Sequence[int] | NDArray[np.int32], *, skip_special_tokens: bool = True) -> str:
         """Return the text of `token_ids`; bytes that are not valid UTF-8 become U+FFFD."""
@@ -112,7 +112,7 @@ class Tokenizer:
         add_generation_prompt: whether the text ends with the beginning of the model's turn.
         continue_final_message: whether the text ends within the last message, without its end tag.
         tools: JSON schemas of functions; None for no tools.
-        documents: documents for retrieval, mostly with `title` and `text`; None for no documents.
+        documents: documents for retrieval, usually with `title` and `text`; None for no documents.
         template_values: additional variables of the template, by name.
         """
         variables = dict(template_values or {})
@@ -143,7 +143,7 @@ def load_tokenizer(path: Path | str, *, chat_template: str | None = None) -> Tok
     """
     path = Path(path)
     if not path.is_dir():
-        raise ModelError(f"{path} is not a directory: a model is given as a directory with its tokenizer's files")
+        raise ModelError(f"{path} is not a directory: pass a directory with the tokenizer's files")
     try:
         return Tokenizer(_load_hf_tokenizer(path), chat_template)
     # The tokenizers library raises a bare Exception for a file that it can't parse.

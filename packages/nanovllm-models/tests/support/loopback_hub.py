@@ -78,7 +78,7 @@ class HubHandler(BaseHTTPRequestHandler):
 class LoopbackHub(ThreadingHTTPServer):
     """A hub with the repositories `org/model` and `org/private`, which needs a token and has the same files.
 
-    Requests for other repositories fail: `org/gated` needs a licence, `org/refused` is refused, and connections for
+    Requests for other repositories fail: `org/gated` needs a licence, `org/refused` gets a 451, and connections for
     `org/broken` are closed.
 
     files: contents of the files by path.

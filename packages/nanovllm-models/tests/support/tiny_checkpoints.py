@@ -7,8 +7,8 @@
 Published layouts, from config.json and index files (July 2025 to January 2026):
 
     family       FP8 checkpoint                  FP8 tensors; other tensors are bf16                   scales
-    llama        (by others)                     q k v o, gate up down of every layer
-    qwen2        (by others)                     the same
+    llama        (third parties)                 q k v o, gate up down of every layer
+    qwen2        (third parties)                 the same
     qwen3        Qwen/Qwen3-8B-FP8               the same                                              bf16
     qwen3_moe    Qwen/Qwen3-30B-A3B-FP8          q k v o, experts' gate up down; not mlp.gate          bf16
     qwen3_next   Qwen/Qwen3-Next-80B-A3B-*-FP8   the same, shared_expert, linear_attn.in_proj_qkvz     bf16
@@ -60,6 +60,7 @@ LINEAR = r"(q|k|v|o|gate|up|down|q_a|q_b|kv_b)_proj|kv_a_proj_with_mqa|w[123]|in
 QUANTIZED = re.compile(rf".*\.layers\.\d+\..*\.({LINEAR})\.weight")
 FLOAT32 = re.compile(r".*(e_score_correction_bias|block_sparse_moe\.gate\.weight)")
 BF16_SCALES = ("qwen3", "qwen3_moe", "qwen3_next")
+# `modules_to_not_convert` by family; None: config.json has no such field. Other families list their plain modules.
 KEPT = {
     "minimax_m2": ["gate", "e_score_correction_bias", "lm_head"],
     "deepseek_v3": None,
@@ -83,7 +84,7 @@ def write_checkpoint(
     mtp: whether to add multi-token prediction with random weights.
     old_config: whether to write config.json in the format of transformers 4, as most models are published.
     """
-    tensors, config = _save(model)
+    tensors, config = _read_saved_model(model)
     family = config["model_type"]
     if mtp:
         tensors |= dict(_mtp_tensors(family, config, tensors))
@@ -95,7 +96,7 @@ def write_checkpoint(
         config["quantization_config"] = _quantization_config(family, tensors)
     config["dtype"] = str(dtype).removeprefix("torch.")
     path.mkdir(parents=True, exist_ok=True)
-    (path / "config.json").write_text(json.dumps(_old(config) if old_config else config, indent=2))
+    (path / "config.json").write_text(json.dumps(_to_transformers_4(config) if old_config else config, indent=2))
     _write_shards(path, tensors, shards)
 
 
@@ -131,7 +132,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def _save(model: PreTrainedModel) -> tuple[dict[str, Tensor], dict]:
+def _read_saved_model(model: PreTrainedModel) -> tuple[dict[str, Tensor], dict]:
     """Return the model's tensors by their published names, and the fields of its config.json."""
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
@@ -139,7 +140,7 @@ def _save(model: PreTrainedModel) -> tuple[dict[str, Tensor], dict]:
         tensors = load_file(directory / "model.safetensors")
         config = json.loads((directory / "config.json").read_text())
     fused = [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]
-    assert not fused, f"transformers no longer writes experts apart: {fused[0]}"
+    assert not fused, f"transformers no longer writes each expert as a separate tensor: {fused[0]}"
     return tensors, config
 
 
@@ -188,7 +189,7 @@ def _quantization_config(family: str, tensors: dict[str, Tensor]) -> dict:
     }
 
 
-def _old(config: dict) -> dict:
+def _to_transformers_4(config: dict) -> dict:
     """Return `config` with the fields of transformers 4 in place of those of transformers 5."""
     config = {**config, "torch_dtype": config["dtype"]}
     del config["dtype"]

@@ -1,6 +1,6 @@
 """Models with two layers of published widths. In each layer, every part has a similar influence on the logits.
 
-The models have fewer layers, experts and tokens than published models. `REDUCED` has widths for a CPU.
+The models have fewer layers and experts and a smaller vocabulary than published models. `REDUCED` has widths for a CPU.
 """
 
 import math
@@ -205,8 +205,8 @@ def _draw_weight(name: str, weight: Tensor, gains: dict[str, float]) -> None:
 def _draw_head(head: Tensor, embedding: Tensor) -> None:
     """Draw a head that gives each token two likely successors; the layers decide between the two.
 
-    Without this, the two largest of 2,048 logits are so close that rounding to bfloat16 swaps them every few dozen
-    tokens. The logits of the two successors differ several times more.
+    Without successors, the two largest of 2,048 logits are so close that rounding to bfloat16 swaps them every few
+    dozen tokens. The logits of the two successors are several times further apart.
     """
     vocab_size, hidden_size = head.shape
     head.normal_(0, LOGIT_STD / math.sqrt(hidden_size))

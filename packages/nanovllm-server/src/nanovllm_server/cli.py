@@ -32,7 +32,7 @@ MAX_DEFAULT_WORKERS = 4
 CORES_PER_WORKER = 4
 
 
-def parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     """Returns the argument parser of the command line."""
     flags = argparse.ArgumentParser(
         prog="nanovllm-server",
@@ -104,7 +104,7 @@ def parser() -> argparse.ArgumentParser:
         help="memory for large bodies in each HTTP worker; further bodies wait; default: twice --max-body-mib",
     )
     http.add_argument(
-        "--request-timeout", type=seconds, metavar="SECONDS", help="maximum time of a request; then a 504"
+        "--request-timeout", type=seconds, metavar="SECONDS", help="time limit of a request; a longer one gets a 504"
     )
     http.add_argument(
         "--drain-timeout",
@@ -216,7 +216,7 @@ def _add_transfer_flags(flags: argparse.ArgumentParser) -> None:
     )
     transfer.add_argument(
         "--transfer-peers",
-        # `transfer_peers` is the field of the engine's configuration, which has single addresses.
+        # Not `transfer_peers`: `make_engine_config` would copy the unsplit values into this field of `EngineConfig`.
         dest="transfer_peer_lists",
         action="append",
         metavar="ADDRESS",
@@ -227,7 +227,7 @@ def _add_transfer_flags(flags: argparse.ArgumentParser) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the server. Returns the exit status: 0: stopped, 1: failed, 2: invalid settings, 130: interrupted."""
-    options = parser().parse_args(arguments)
+    options = make_parser().parse_args(arguments)
 
     # These imports take seconds.
     from nanovllm_core import ConfigError, EngineDeadError
@@ -238,7 +238,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     configure_logs(options.log_format, options.log_level)
     try:
-        return asyncio.run(run(settings(options)))
+        return asyncio.run(run(make_settings(options)))
     except (SettingsError, ConfigError, ModelError) as error:
         return _fail(str(error), 2)
     except (EngineDeadError, OSError, RuntimeError) as error:
@@ -247,7 +247,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
-def settings(options: argparse.Namespace) -> "Settings":
+def make_settings(options: argparse.Namespace) -> "Settings":
     """Makes the settings from the flags and the environment. Raises SettingsError."""
     from nanovllm_server.http.cross_origin import parse_allowed_origins
     from nanovllm_server.http.host_check import ANY_NAME, parse_allowed_hosts

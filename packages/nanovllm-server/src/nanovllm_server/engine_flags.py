@@ -12,11 +12,11 @@ from nanovllm_server.flag_types import integer_in_range
 
 # Flag value that lets the engine choose.
 _AUTO = "auto"
-# The flag value that stands for None, by field. For all other fields, it is `_AUTO`.
+# Flag value for None, by field. All other optional fields use `_AUTO`.
 _NONE_VALUES = {"speculate": "none"}
 # Smallest and largest value, by integer field.
 _BOUNDS = {"num_speculative_tokens": (1, MAX_DRAFTS)}
-# Fields whose default depends on other flags. Without the flag, the parsed options lack the field.
+# Fields whose default depends on other flags. Without the field's own flag, the parsed options lack the field.
 _WITHOUT_DEFAULT = frozenset({"kv_offload_gib"})
 # Additional names of flags.
 _SHORT_FLAGS = {"tensor_parallel_size": ("-tp",)}

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 LoadFormat = Literal["auto", "dummy"]
 Role = Literal["prefill", "decode"]
 
+# Maximum number of connections per worker that the worker has not accepted yet.
+BACKLOG = 2048
+
 
 class SettingsError(ValueError):
     """A setting is invalid."""
@@ -29,14 +32,14 @@ class TransferSettings:
     """How this server shares the computation of prompts with other engines.
 
     role: the phase that this server computes for a router; None: requests may not have `kv_transfer_params`.
-    host: the value of `remote_host` in the answers of a prefill server; None without the role "prefill".
+    advertised_host: the value of `remote_host` in the answers of a prefill server; None without the role "prefill".
     has_prefill_engine: this server starts a second engine, which computes long prompts.
     prefill_gpus: CUDA_VISIBLE_DEVICES of the second engine; None: unchanged.
     decode_gpus: CUDA_VISIBLE_DEVICES of the first engine; None: unchanged.
     """
 
     role: Role | None = None
-    host: str | None = None
+    advertised_host: str | None = None
     has_prefill_engine: bool = False
     prefill_gpus: str | None = None
     decode_gpus: str | None = None
@@ -121,7 +124,9 @@ def check_keys(keys: tuple[str, ...]) -> tuple[str, ...]:
 def check_admin_key(key: str | None, api_keys: tuple[str, ...]) -> str | None:
     """Returns `key`. Raises SettingsError if `key` is invalid or is one of `api_keys`."""
     if key is not None and key in check_keys((key, *api_keys))[1:]:
-        raise SettingsError("--admin-api-key must differ from all API keys, because their users are no administrators")
+        raise SettingsError(
+            "--admin-api-key must differ from all API keys, because users of API keys are not administrators"
+        )
     return key
 
 

@@ -70,7 +70,7 @@ def _read_engine_pair(options: argparse.Namespace, given_flags: list[str]) -> tu
         raise SettingsError(f"{excluded[0]} has no effect with --prefill-gpus: leave out {excluded[0]}")
     overrides: dict[str, Any] = {"tensor_parallel_size": num_ranks}
     overrides |= _choose_host_memory(options, "--prefill-gpus")
-    if not has_gpu(_find_device(options)):
+    if not has_gpu(_chosen_device(options)):
         return TransferSettings(has_prefill_engine=True), overrides
     gpus = _find_gpus()
     if len(gpus) < 2 * num_ranks:
@@ -100,7 +100,8 @@ def _read_role(options: argparse.Namespace, given_flags: list[str]) -> tuple[Tra
     if is_prefill:
         host, port = _parse_address(_LISTEN, options.transfer_listen or DEFAULT_LISTEN)
         overrides["transfer_listen"] = join_address(host, port)
-        return TransferSettings(role=role, host=_choose_advertised_host(host, options.transfer_host)), overrides
+        advertised_host = _choose_advertised_host(host, options.transfer_host)
+        return TransferSettings(role=role, advertised_host=advertised_host), overrides
     peers = [peer.strip() for value in options.transfer_peer_lists or () for peer in value.split(",") if peer.strip()]
     if not peers:
         raise SettingsError(f"--role decode needs {_PEERS}: HOST:PORT of each prefill server")
@@ -120,11 +121,11 @@ def _choose_host_memory(options: argparse.Namespace, transfer_flag: str) -> dict
                 "0, or leave it out"
             )
         return {}
-    on_gpu = has_gpu(_find_device(options))
+    on_gpu = has_gpu(_chosen_device(options))
     return {"kv_offload_gib": DEFAULT_GPU_OFFLOAD_GIB if on_gpu else DEFAULT_CPU_OFFLOAD_GIB}
 
 
-def _find_device(options: argparse.Namespace) -> Device | None:
+def _chosen_device(options: argparse.Namespace) -> Device | None:
     return None if options.device == "auto" else options.device
 
 

@@ -35,7 +35,7 @@ def test_lengths_parse_as_a_number_or_a_range():
     assert (options.input_len, options.output_len) == (IntegerRange(7, 7), IntegerRange(3, 5))
 
 
-def test_throughput_defaults_to_nano_bench():
+def test_throughput_defaults_to_the_benchmark_of_nano_vllm():
     options = build_parser().parse_args(["throughput"])
     assert options.num_requests == 256
     assert options.input_len == options.output_len == IntegerRange(100, 1024)
@@ -82,7 +82,7 @@ def test_invalid_flags_are_refused(arguments, capsys):
 
 
 @pytest.mark.parametrize("arguments", [["throughput"], ["serve"], ["trace", "steps.json"], ["kernels"]])
-def test_missing_packages_of_the_extra_name_what_to_install(arguments, monkeypatch, capsys):
+def test_error_about_missing_packages_names_what_to_install(arguments, monkeypatch, capsys):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert bench_cli.main(arguments) == 1
     expected = "nanovllm-bench: matplotlib, tqdm not found: pip install 'nanovllm-server[bench]'\n"

@@ -11,7 +11,7 @@ import pytest
 
 from nanovllm_server.bench import bench_cli
 
-# The part of vLLM's `LLM` that the peer uses, with its names and its logs on stdout. Records its arguments.
+# A stand-in for the part of vLLM that the peer uses. Logs to stdout, as vLLM does. Records all arguments in a file.
 FAKE_VLLM = """
 import json, os, sys, time
 from types import SimpleNamespace
@@ -42,7 +42,7 @@ class LLM:
         return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=[0] * params.max_tokens)])
                 for params in sampling_params]
 """
-# Makes the tiny model one of Qwen3-Next with one multi-token head.
+# Turns the tiny model into a Qwen3-Next model with one head for multi-token prediction.
 TINY_QWEN3_NEXT_CHANGES = {
     "architectures": ["Qwen3NextForCausalLM"],
     "model_type": "qwen3_next",
@@ -84,7 +84,7 @@ def run_bench(tmp_path, config_only_model):
 
 @pytest.fixture
 def fake_vllm(tmp_path):
-    """Flags for a peer with `FAKE_VLLM`, and a function that reads the arguments that it got."""
+    """Flags for a peer with `FAKE_VLLM`, and a function that reads the recorded arguments."""
     (tmp_path / "vllm.py").write_text(FAKE_VLLM)
     record_file = tmp_path / "record"
     flags = ["--peer", "vllm", "--peer-env", f"PYTHONPATH={tmp_path}", "--peer-env", f"RECORD={record_file}"]
@@ -142,7 +142,7 @@ def test_unwritable_trace_file_is_refused(run_bench, tmp_path, capsys):
 
 
 def test_latency_has_one_case_per_batch(run_bench):
-    # An answer is much longer than its first token, which another run measures, so that a busy machine can't swap them.
+    # A separate run measures the first token. Answers are long, so that this run is shorter even on a busy machine.
     status, result = run_bench(
         "latency", "--batch", "1", "3", "--input-len", "5", "--output-len", "60", "--repeat", "1"
     )
@@ -228,7 +228,7 @@ def test_vllm_gets_the_given_limits(run_bench, fake_vllm):
     assert (engine["max_model_len"], engine["max_num_seqs"], engine["max_num_batched_tokens"]) == (200, 5, 64)
     assert engine["enable_prefix_caching"] is True
     assert engine["mamba_ssm_cache_dtype"] == "bfloat16"
-    # All prompts of a run share one salt; each run has another.
+    # All prompts of a run share one salt. Each run has its own salt.
     assert all(len({prompt["cache_salt"] for prompt in run["prompts"]}) == 1 for run in runs)
     assert len({run["prompts"][0]["cache_salt"] for run in runs}) == 3
 
@@ -248,7 +248,7 @@ def test_vllm_gets_the_settings_of_the_heads(run_bench, fake_vllm, tmp_path):
     }
 
 
-def test_peer_without_the_drafts_of_a_method_is_refused(run_bench, fake_vllm, capsys):
+def test_draft_method_that_the_peer_lacks_is_refused(run_bench, fake_vllm, capsys):
     status, _ = run_bench("latency", "--speculate", "ngram", *fake_vllm[0])
     assert status == 1
     assert "--peer vllm can't use --speculate ngram" in capsys.readouterr().err
@@ -295,7 +295,7 @@ def test_peer_that_ends_early_is_a_failure(run_bench, fake_vllm, tmp_path, capsy
     )
 
 
-def test_processes_of_a_peer_are_killed_after_it(run_bench, fake_vllm, tmp_path, capsys):
+def test_child_processes_of_a_failed_peer_are_killed(run_bench, fake_vllm, tmp_path, capsys):
     # The forked process holds the pipe that we read.
     fork_and_fail = (
         "import time\npid = os.fork()\nif not pid: time.sleep(600)\nrecord(pid=pid)\nraise RuntimeError('no GPU')\n"

@@ -38,9 +38,7 @@ NUM_REQUESTS = [2 + 4 * 3 + 2 * 2, 2 + 5 * 2 + 5]
 
 
 def count_equal_tokens(prompt: list[int], other: list[int]) -> int:
-    return next(
-        (n for n, (token, expected) in enumerate(zip(prompt, other, strict=False)) if token != expected), len(other)
-    )
+    return next((n for n, (a, b) in enumerate(zip(prompt, other, strict=False)) if a != b), len(other))
 
 
 def parse_options(*arguments: str) -> CaseOptions[ConversationSizes]:
@@ -189,7 +187,7 @@ def test_think_times_have_the_given_mean(distribution):
     assert (len(set(times_s)) == 1) == (distribution == "constant")
 
 
-async def test_server_without_cached_histories_is_a_warning(options, cached_prompts, engine, monkeypatch):
+async def test_missing_cached_tokens_are_a_warning(options, cached_prompts, engine, monkeypatch):
     monkeypatch.setattr(engine, "count_cached_tokens", lambda request: 0)
     (result,) = await measure(options)
     for case in result.case_results:

@@ -8,8 +8,7 @@ import pytest
 
 from nanovllm_server.bench import bench_cli
 
-# The part of llama-cpp-python that the peer uses, with its names. The likeliest token after t is t + 1. Records its
-# arguments.
+# A stand-in for llama-cpp-python that records all arguments in a file. The likeliest token after t is t + 1.
 FAKE_LLAMA_CPP = """
 import ctypes, json, os
 from types import SimpleNamespace

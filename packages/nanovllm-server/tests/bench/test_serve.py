@@ -14,7 +14,7 @@ from nanovllm_server.bench.report import BenchError, OutputFiles
 from nanovllm_server.bench.serve import ServeOptions, latency_stats
 from nanovllm_server.bench.workload import IntegerRange, WorkloadShape
 
-OK_HEAD = b"HTTP/1.1 200 OK_HEAD\r\n\r\n"
+OK_HEAD = b"HTTP/1.1 200 OK\r\n\r\n"
 
 
 @pytest.fixture
@@ -124,7 +124,7 @@ async def test_drafts_are_counted_and_shown(options, engine):
     assert "accepted drafts" not in serve._rate_table(results)[0]
     engine.num_drafts = (6, 4)
     _, (result,) = await serve.measure(replace(options, repeat=2))
-    # 6 answers of 8 tokens, 2 of which do not come from drafts.
+    # 6 answers of 8 tokens. In each answer, 6 tokens come from drafts and 2 do not.
     assert (result.accepted_drafts, result.rejected_drafts, result.tokens_per_step) == (36, 24, 4)
     header, row = serve._rate_table([result])
     assert header[-3:] == ["accepted drafts", "rejected", "tokens/step"]
@@ -178,7 +178,7 @@ async def test_events_may_be_split_anywhere(length):
     events = sse(delta(content="a"), delta("stop"), {"usage": {"prompt_tokens": 1, "completion_tokens": 1}}, b"[DONE]")
     parts = [events[start : start + length] for start in range(0, len(events), length)]
     chunks = b"".join(b"%x;ext\r\n%b\r\n" % (len(part), part) for part in parts) + b"0\r\n\r\n"
-    async with serve_answer(b"HTTP/1.1 200 OK_HEAD\r\nTransfer-Encoding: chunked\r\n\r\n" + chunks) as endpoint:
+    async with serve_answer(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + chunks) as endpoint:
         assert (await stream_chat(endpoint, {})).output_tokens == 1
 
 
@@ -191,8 +191,8 @@ async def test_events_may_be_split_anywhere(length):
         (OK_HEAD + sse(delta("stop"), b"[DONE]"), "usage"),
         (OK_HEAD + sse(b"{"), "not JSON"),
         (OK_HEAD + sse({"error": {"message": "no more"}}), "error in the stream: .*no more"),
-        (b"HTTP/1.1 200 OK_HEAD\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nab", "connection broke"),
-        (b"HTTP/1.1 200 OK_HEAD\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n", "connection broke"),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nab", "connection broke"),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n", "connection broke"),
     ],
 )
 async def test_malformed_answer_is_a_one_line_error(answer, expected_error):

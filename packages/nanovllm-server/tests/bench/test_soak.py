@@ -1,6 +1,7 @@
 """`nanovllm-bench soak` over a real socket. The test's own process is the server."""
 
 import os
+from dataclasses import replace
 
 import pytest
 
@@ -73,11 +74,13 @@ async def test_disconnects_leave_no_request(source, engine, monkeypatch):
         ),
     ],
 )
-async def test_other_answers_are_failures(source, exchange, failure):
+async def test_answers_that_are_not_allowed_are_failures(source, exchange, failure):
     assert failure in ((await run_exchange(source, exchange)).failure or "")
 
 
 async def test_traffic_is_counted_and_memory_is_sampled(options):
+    # On a busy machine, the warm-up sends its requests late.
+    options = replace(options, duration_s=6, max_warm_up_s=4)
     result = await soak_command.soak(options)
     assert result.counts.exchanges_by_kind["large schema"] >= options.num_clients
     assert result.counts.exchanges_by_kind["long prompt"] >= options.num_clients

@@ -13,7 +13,7 @@ from nanovllm_server.bench.workload import (
 SHAPE = WorkloadShape(50, IntegerRange(3, 9), IntegerRange(2, 5), prefix_len=4)
 
 
-def test_nano_bench_has_133966_output_tokens():
+def test_benchmark_of_nano_vllm_has_133966_output_tokens():
     requests = random_requests(WorkloadShape(256, IntegerRange(100, 1024), IntegerRange(100, 1024)), vocab_size=151_936)
     assert sum(request.max_tokens for request in requests) == 133_966
     assert max(max(request.prompt) for request in requests) == 10_000

@@ -15,7 +15,7 @@ def parse_events(data: bytes) -> list[dict]:
     return [json.loads(line.split("data: ", 1)[1]) for line in lines[:-1]]
 
 
-async def test_complete_answer(post):
+async def test_complete_answer_has_all_fields(post):
     response = await post()
     body = await response.get_json()
     assert response.status_code == 200
@@ -58,7 +58,7 @@ async def test_usage_has_the_drafts_of_all_choices(post, engine, n):
 
 
 @pytest.mark.parametrize("burst", [1, 2, 7])
-async def test_streamed_answer(post, engine, burst):
+async def test_deltas_of_a_stream_join_to_the_answer(post, engine, burst):
     engine.burst = burst
     chunks = parse_events(await (await post(stream=True)).get_data())
     choices = [chunk["choices"][0] for chunk in chunks]
@@ -74,13 +74,13 @@ async def test_streamed_answer(post, engine, burst):
     assert all("usage" not in chunk for chunk in chunks)
 
 
-async def test_stream_headers(post):
+async def test_stream_is_an_uncached_event_stream(post):
     response = await post(stream=True)
     assert response.headers["Content-Type"].startswith("text/event-stream")
     assert response.headers["Cache-Control"] == "no-cache"
 
 
-async def test_stream_usage(post):
+async def test_last_chunk_has_the_usage_on_request(post):
     chunks = parse_events(await (await post(stream=True, stream_options={"include_usage": True})).get_data())
     assert [chunk["usage"] for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
     assert chunks[-1]["choices"] == []

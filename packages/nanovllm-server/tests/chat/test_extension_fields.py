@@ -14,7 +14,7 @@ def parse_events(data: bytes) -> list[dict]:
 
 
 async def post_complete_and_streamed(post, **fields):
-    """The choices of a complete answer, the joined choices of a stream, and all its chunks."""
+    """Checks that a stream equals the complete answer. Returns the complete answer, and the chunks of the stream."""
     whole = await (await post(**fields)).get_json()
     chunks = parse_events(await (await post(**fields, stream=True)).get_data())
     streamed = []
@@ -23,11 +23,11 @@ async def post_complete_and_streamed(post, **fields):
         text = "".join(choice["delta"].get("content") or "" for choice in choices)
         tokens = [token for choice in choices for token in choice.get("token_ids", ())]
         streamed.append((text, choices[-1]["finish_reason"], choices[-1]["stop_reason"], tokens))
-    said = [
+    complete = [
         (choice["message"]["content"], choice["finish_reason"], choice["stop_reason"], choice.get("token_ids", []))
         for choice in whole["choices"]
     ]
-    assert streamed == said
+    assert streamed == complete
     return whole, chunks
 
 
@@ -49,7 +49,7 @@ async def test_include_stop_keeps_the_stop_in_the_text(post, engine, fields, tex
     for choice in whole["choices"]:
         assert (choice["message"]["content"], choice["finish_reason"]) == (text, "stop")
         assert choice["stop_reason"] == reason
-    # As it was without.
+    # Without the field, the text ends before the stop.
     without, _ = await post_complete_and_streamed(post, **fields)
     assert len(without["choices"][0]["message"]["content"]) < len(text) or reason is None
 
@@ -157,7 +157,7 @@ async def test_tokens_of_logprobs_may_be_named_by_id(post, fields):
     for choice, other in zip(by_text["choices"], by_id["choices"], strict=True):
         for entry, other_entry in zip(entries(choice), entries(other), strict=True):
             assert other_entry["token"].startswith("token_id:")
-            # The bytes still are those of the text; the token that ends the sequence has none.
+            # The field does not change the bytes. The token that ends the sequence has no bytes.
             assert other_entry["bytes"] == entry["bytes"]
             if entry["bytes"] and entry["bytes"][0] < 128:
                 assert other_entry["token"] == f"token_id:{entry['bytes'][0]}"
@@ -180,7 +180,7 @@ async def test_every_chunk_has_the_usage_so_far_on_request(post, engine, burst, 
     for chunk in chunks:
         usage = chunk["usage"]
         num_characters += sum(len(choice["delta"].get("content") or "") for choice in chunk["choices"])
-        # Each character is a token. Chunks of other choices, and the choice's last token, may follow.
+        # Each character is a token. The usage may already count tokens of later chunks.
         assert usage["completion_tokens"] >= max(num_characters, previous_count)
         previous_count = usage["completion_tokens"]
         assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]

@@ -47,7 +47,7 @@ async def test_prediction_and_any_other_option_may_be_combined(post, speculating
         assert request.prompt_ids.tolist() == without.prompt_ids.tolist()
 
 
-async def test_a_prediction_may_fill_the_context_but_not_more(post, speculating_engine, service):
+async def test_prediction_longer_than_the_context_is_refused(post, speculating_engine, service):
     max_tokens = speculating_engine.info.max_model_len
     assert (await post(prediction=prediction("a" * max_tokens))).status_code == 200
     # The tokenizer's bound on the length refuses the second text without encoding the text.

@@ -9,20 +9,20 @@ import pytest
 from nanovllm_core.outputs import PromptLogprobs
 from nanovllm_server.chat.prompt_logprobs import serialize_prompt_logprobs
 
-# What comes behind the first token, <|start|>; a token's id is its byte.
+# The prompt after its first token, <|start|>. A token's id is its byte.
 TEXT = "user:hi"
 
 
 @pytest.mark.parametrize(("top", "n"), [(0, 1), (1, 1), (3, 1), (20, 3)])
 async def test_each_prompt_token_but_the_first_has_its_likeliest_tokens(post, engine, top, n):
     body = await (await post(prompt_logprobs=top, n=n, seed=1)).get_json()
-    first, *told = body["prompt_logprobs"]
+    first, *entries = body["prompt_logprobs"]
     assert first is None
-    for character, entry in zip(TEXT, told, strict=True):
+    for character, entry in zip(TEXT, entries, strict=True):
         own = str(ord(character))
         assert next(iter(entry)) == own
         assert entry[own] == {"logprob": -1.5, "rank": 2, "decoded_token": character}
-        # From the second on, the token is among the likeliest itself.
+        # The token has rank 2. If `top` is at least 2, the token is one of the likeliest tokens.
         assert len(entry) == max(top, 2 if top else 1)
         if top:
             likeliest = str(ord(character) + 1)
@@ -31,7 +31,7 @@ async def test_each_prompt_token_but_the_first_has_its_likeliest_tokens(post, en
     assert [request.sampling.prompt_logprobs for request in engine.requests] == [top] + [None] * (n - 1)
 
 
-async def test_prompt_logprobs_only_on_request(post, engine):
+async def test_prompt_logprobs_are_returned_only_on_request(post, engine):
     for fields in ({}, {"prompt_logprobs": None}, {"logprobs": True, "top_logprobs": 2}):
         assert "prompt_logprobs" not in await (await post(**fields)).get_json()
     assert (await post(prompt_logprobs=None, stream=True)).status_code == 200

@@ -10,7 +10,7 @@ from nanovllm_server.settings import TransferSettings
 
 FIELD = "kv_transfer_params"
 PEERS = ("10.0.0.1:5600", "node-1:5601", "[::1]:5602")
-# What vllm-router sends to a prefill server.
+# The object that vllm-router sends to a prefill server.
 ASK_PREFILL = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -26,7 +26,7 @@ USER = {"role": "user", "content": "hi"}
 @pytest.fixture
 def prefill_server(service, engine):
     engine.info = replace(engine.info, transfer_id="engine-7", transfer_address="0.0.0.0:5600", num_ranks=2)
-    service.transfer = TransferSettings(role="prefill", host="node-1.example.com")
+    service.transfer = TransferSettings(role="prefill", advertised_host="node-1.example.com")
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from nanovllm_models import Tokenizer
-from nanovllm_models.chat_formats import detect_format
+from nanovllm_models.chat_formats import detect_chat_format
 from nanovllm_server.chat.rendering import Renderer
 from nanovllm_server.parsing.detokenizing import TextVocabulary
 from nanovllm_server.parsing.events import CallArguments, CallBegun, ReasoningText
@@ -17,12 +17,12 @@ from nanovllm_server.protocol.messages import Message, PastToolCall
 
 pytestmark = pytest.mark.slow
 
-# Has the templates of hundreds of models, each under its own licence: fetched, not kept here.
+# This package has the templates of hundreds of models, each under its own licence, so the tests download it.
 PACKAGE = "xinference==4.1.0"
 
-# The first template of DeepSeek-R1 wants calls with content that is null, which transformers takes out.
+# The first template of DeepSeek-R1 writes calls only if content is null, but the renderer replaces null by "".
 NO_HISTORY = {"deepseek-r1", "deepseek-r1-distill-llama"}
-# Model: reasoning, tool calls, whether its prompts begin to reason, whether they show it tools.
+# By model: reasoning format, tool call format, whether prompts begin reasoning, whether prompts show tools.
 MODELS = {
     "qwen3": ("think", "hermes", False, True),
     "Qwen3-Thinking": ("think", "hermes", True, True),
@@ -58,7 +58,7 @@ def templates(tmp_path_factory) -> dict[str, str]:
     target = tmp_path_factory.mktemp("templates")
     subprocess.run(["uv", "pip", "install", "--quiet", "--no-deps", f"--target={target}", PACKAGE], check=True)
     files = [target / f"xinference/model/llm/models/{name}.json" for name in MODELS]
-    # Each has the releases of one model, with one template.
+    # Each file lists the releases of one model, which share one template.
     return {file.stem: json.loads(file.read_bytes())[0]["chat_template"] for file in files}
 
 
@@ -74,7 +74,7 @@ def model(request, templates, backend):
 async def test_format_is_detected_from_the_template(model):
     name, template, renderer = model
     reasoning, calls, begins, shows_tools = MODELS[name]
-    form = detect_format(None, template)
+    form = detect_chat_format(None, template)
     assert (form.reasoning and form.reasoning.name) == reasoning
     assert form.tool_calls.name == calls
     prompt = (await renderer.render([QUESTION])).text
@@ -84,21 +84,21 @@ async def test_format_is_detected_from_the_template(model):
 
 async def test_rendered_earlier_call_is_readable_by_the_parser(model, backend):
     name, template, renderer = model
-    model_format = ModelFormat(detect_format(None, template), TextVocabulary(backend))
+    model_format = ModelFormat(detect_chat_format(None, template), TextVocabulary(backend))
     asked = (await renderer.render([QUESTION], [TOOL])).text
     answered = (await renderer.render([QUESTION, CALLING, RESULT], [TOOL])).text
     assert "Rain." in answered
-    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(asked, answered, strict=False)))
-    # Where one begins to reason and the other to call, both have the brackets of their tags.
-    same -= asked[:same].endswith("<")
-    parser = model_format.make_parser(asked[:same], {"get_weather": SCHEMA})
-    events = parser.push(answered[same:]) + parser.finish()
+    num_shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(asked, answered, strict=False)))
+    # If one text goes on with a reasoning tag and the other with a call, both tags begin with this bracket.
+    num_shared -= asked[:num_shared].endswith("<")
+    parser = model_format.make_parser(asked[:num_shared], {"get_weather": SCHEMA})
+    events = parser.push(answered[num_shared:]) + parser.finish()
     names = [event.name for event in events if isinstance(event, CallBegun)]
     assert names == ([] if name in NO_HISTORY else ["get_weather"])
     if not names:
         return
     assert json.loads("".join(event.text for event in events if isinstance(event, CallArguments))) == ARGUMENTS
     reasoning = "".join(event.text for event in events if isinstance(event, ReasoningText))
-    # Some templates leave it out.
+    # Some templates leave out the reasoning of earlier answers.
     assert reasoning in ("", CALLING.reasoning)
     assert (reasoning == CALLING.reasoning) == (CALLING.reasoning in answered)

@@ -156,7 +156,7 @@ async def test_stream_equals_complete_answer(post_chat, post, set_reply, engine,
 
 @pytest.mark.parametrize("burst", [1, 7])
 @pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS)
-async def test_the_official_client_joins_a_stream(sdk, set_reply, engine, answer, burst):
+async def test_official_client_joins_a_stream_to_the_complete_answer(sdk, set_reply, engine, answer, burst):
     set_reply(*answer)
     engine.burst = burst
     fields = {"model": "scripted", "messages": MESSAGES, "tools": TOOLS}
@@ -179,7 +179,7 @@ async def test_the_official_client_joins_a_stream(sdk, set_reply, engine, answer
     assert streamed.choices[0].finish_reason == whole.choices[0].finish_reason
 
 
-async def test_reasoning_then_content(post_chat, set_reply):
+async def test_reasoning_and_content_are_separate_fields(post_chat, set_reply):
     set_reply(QWEN, "<think>\nHm.\n</think>\n\nHello.")
     choice, usage = await post_chat()
     assert choice["message"] == {
@@ -190,7 +190,7 @@ async def test_reasoning_then_content(post_chat, set_reply):
         "reasoning_content": "Hm.",
     }
     assert choice["finish_reason"] == "stop"
-    # Up to the end tag, one token a character.
+    # Reasoning tokens include the end tag. Each character is a token.
     assert usage["completion_tokens_details"]["reasoning_tokens"] == len("<think>\nHm.\n</think>")
     assert usage["completion_tokens"] == len("<think>\nHm.\n</think>\n\nHello.") + 1
 
@@ -239,12 +239,12 @@ async def test_text_beside_calls_is_content(post_chat, set_reply):
     assert choice["finish_reason"] == "tool_calls"
 
 
-async def test_a_call_that_is_cut_off_ends_by_length(post_chat, set_reply, engine):
+async def test_call_that_is_cut_off_has_finish_reason_length(post_chat, set_reply, engine):
     set_reply(QWEN, CALL)
     whole, _ = await post_chat(max_tokens=CALL.index("Pa"))
     assert whole["message"]["tool_calls"] == [make_call(arguments='{"city": "')]
     assert whole["finish_reason"] == "length"
-    # Whoever cut it: what there is of the arguments is of no use.
+    # The model may also end a call early. The incomplete arguments are as useless as those cut by max_tokens.
     set_reply(QWEN, CALL[: CALL.index("Pa")])
     ended, _ = await post_chat()
     assert ended == whole
@@ -257,12 +257,12 @@ async def test_text_that_is_not_a_call_is_content(post_chat, set_reply):
     assert choice["finish_reason"] == "stop"
 
 
-async def test_only_one_call_when_calls_may_not_be_parallel(post_chat, set_reply, engine):
+async def test_only_one_call_is_returned_if_calls_may_not_be_parallel(post_chat, set_reply, engine):
     set_reply(QWEN, f"{CALL}\n{PING}")
     choice, usage = await post_chat(parallel_tool_calls=False)
     assert choice["message"]["tool_calls"] == [make_call()]
     assert choice["finish_reason"] == "tool_calls"
-    # What would have come after it is not even made.
+    # The engine stops before it generates the second call.
     assert usage["completion_tokens"] < len(CALL)
     assert len(engine.aborted) == 1
 
@@ -285,7 +285,7 @@ async def test_without_tools_a_call_is_text(post_chat, set_reply, tokenizer, fie
     choice, _ = await post_chat(**fields)
     assert choice["message"]["content"] == CALL
     assert "tool_calls" not in choice["message"]
-    # What the model may not call it does not see.
+    # The template gets no tools if the model may not call any.
     assert tokenizer.given[-1][0] is None
 
 
@@ -313,7 +313,7 @@ async def test_undecided_text_is_held_back(post, set_reply, engine):
 
 
 async def test_special_tokens_that_are_tags_are_read(post_chat, engine, set_reply, service):
-    # A tokenizer may have a tag as one special token, which is no text otherwise.
+    # A tag may be one special token. Other special tokens are left out of the text.
     set_reply(ChatFormat(None, LLAMA), '{"name": "other", "parameters": {}}')
     tagged_format = replace(LLAMA, begin="<|start|>")
     service.model_format = ModelFormat(ChatFormat(None, tagged_format), service.vocabulary)

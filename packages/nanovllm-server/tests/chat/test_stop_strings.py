@@ -27,7 +27,7 @@ def test_stop_strings_are_found_in_any_pieces(text, stops, cuts):
     out = ""
     for start, end in itertools.pairwise(bounds):
         out += matcher.push(text[start:end])
-        # Whatever came out can't be taken back, so it must be before the first stop.
+        # Returned text can't be taken back, so this text must end before the first stop string.
         assert text.startswith(out)
         if matcher.matched_stop:
             break

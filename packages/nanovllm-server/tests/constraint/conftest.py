@@ -21,13 +21,13 @@ from nanovllm_server.protocol.answer import parse_answer_rule
 from nanovllm_server.protocol.field_reader import FieldReader
 from nanovllm_server.protocol.tools import parse_tools
 
-END = 2
-LENGTH = 400
+END = 2  # Id of the token that ends an answer.
+LENGTH = 400  # Maximum number of tokens of an answer.
 
 
 @dataclass
-class Told:
-    """The parts of an answer, as the parser reads it."""
+class DrawnAnswer:
+    """The parts of a random answer, as the parser reads them."""
 
     text: str
     finished: bool
@@ -47,7 +47,7 @@ class Walker:
         self.vocabulary = TextVocabulary(self.tokenizer.backend)
         tokens, _ = read_vocabulary(path, (END,))
         self.vocab_size = len(tokens)
-        # Different requests often ask for the same.
+        # Different requests often have the same grammar.
         compiler = Compiler(tokens, (END,), self.vocab_size)
         self.compile = functools.cache(lambda spec: _compile(compiler, spec))
         self._ends = [
@@ -56,7 +56,7 @@ class Walker:
         ]
 
     def draw(self, grammar: Grammar, random: Random, goals: tuple[str, ...] = ()) -> tuple[list[int], bool]:
-        """Returns random tokens that the grammar allows, often towards one of `goals`, and whether it ended."""
+        """Returns (random tokens that the grammar allows, whether the answer ended). Some tokens spell `goals`."""
         matcher = grammar.start()
         masks = np.zeros((1, -(-self.vocab_size // 32)), np.int32)
         plans = [self.tokenizer.encode(goal, add_special_tokens=False).tolist() for goal in goals]
@@ -86,7 +86,7 @@ class Walker:
         ends = list(filter(allowed, self._ends))
         if ends and random.random() < 0.5:
             return random.choice(ends)
-        # Of some eight in a row: to look at each token takes more time than all else.
+        # Draw a byte of the mask (eight tokens), then a bit. Listing all allowed tokens would take most of the time.
         byte = int(random.choice(np.flatnonzero(mask)))
         return byte * 8 + random.choice([bit for bit in range(8) if mask[byte] >> bit & 1])
 
@@ -119,7 +119,7 @@ def tell(walker):
             parser = model_format.make_parser(prompt, schemas, calls_only_at_start=constraint.calls_only_at_start)
             detokenizer = Detokenizer(walker.vocabulary, model_format.tag_ids(schemas))
             pieces = [*map(detokenizer.push, tokens), detokenizer.finish()]
-            told = Told("".join(pieces), finished)
+            told = DrawnAnswer("".join(pieces), finished)
             for event in [event for piece in pieces for event in parser.push(piece)] + parser.finish():
                 match event:
                     case ReasoningText(text):

@@ -29,12 +29,14 @@ CALL = '<tool_call>\n{"name": "look", "arguments": {"city": "Paris"}}\n</tool_ca
 
 
 @pytest.fixture
-def speak(engine, service, vocabulary):
-    def speak(form, reply="ok"):
+def set_reply(engine, service, vocabulary):
+    """Sets the model's format and its answer."""
+
+    def set_reply(form, reply="ok"):
         service.model_format = ModelFormat(form, vocabulary)
         engine.reply = [*reply.encode()]
 
-    return speak
+    return set_reply
 
 
 @pytest.fixture
@@ -77,8 +79,8 @@ async def test_answer_without_reasoning_matches_the_requested_format(grammar, fi
     assert (json.loads(spec.source) if kind == "json_schema" else spec.source) == source
 
 
-async def test_free_answers_have_no_grammar(grammar, speak):
-    speak(THINKING)
+async def test_free_answers_have_no_grammar(grammar, set_reply):
+    set_reply(THINKING)
     for fields in (
         {},
         {"response_format": {"type": "text"}},
@@ -108,20 +110,20 @@ async def test_a_structural_tag_is_passed_on(grammar, as_text):
 
 
 @pytest.mark.parametrize("fields", [{"response_format": JSON_SCHEMA}, {"tools": TOOLS, "tool_choice": "required"}])
-async def test_reasoning_precedes_the_constraint(grammar, speak, fields):
-    speak(THINKING)
+async def test_reasoning_precedes_the_constraint(grammar, set_reply, fields):
+    set_reply(THINKING)
     free, *_ = parts(await grammar(**fields))
     assert free["type"] == "optional"
     begun, *_ = parts(await grammar(**fields, chat_template_kwargs={"opening": "<think>\n"}))
     assert begun["type"] == "any_text"
     assert begun["excludes"] == ["</think>", *(["<tool_call>"] if "tools" in fields else [])]
     over = await grammar(**fields, chat_template_kwargs={"opening": "<think>\n\n</think>\n\n"})
-    speak(PLAIN)
+    set_reply(PLAIN)
     assert await grammar(**fields) == over
 
 
-async def test_named_and_required_calls(grammar, speak):
-    speak(PLAIN)
+async def test_named_and_required_calls_are_enforced(grammar, set_reply):
+    set_reply(PLAIN)
     named, schema, end = parts(await grammar(tools=TOOLS, tool_choice=NAMED))
     assert named["value"] == '<tool_call>\n{"name": "look", "arguments": '
     assert (schema["type"], schema["json_schema"]) == ("json_schema", SCHEMA)
@@ -132,33 +134,33 @@ async def test_named_and_required_calls(grammar, speak):
     allowed = await grammar(tools=TOOLS, tool_choice={"type": "allowed_tools", "allowed_tools": only_look})
     assert '"name\\": \\"ping' in required.source
     assert "ping" not in allowed.source
-    # Without parameters there are none.
+    # A function without parameters gets no arguments.
     assert '"json_schema":{"type":"object","properties":{},"additionalProperties":false}' in required.source
     single = await grammar(tools=TOOLS, tool_choice="required", parallel_tool_calls=False)
     assert [part["type"] for part in parts(required)].count("repeat") == 1
     assert "repeat" not in single.source
 
 
-async def test_strict_functions_constrain_calls_but_not_text(grammar, speak):
-    speak(PLAIN)
+async def test_strict_functions_constrain_calls_but_not_text(grammar, set_reply):
+    set_reply(PLAIN)
     text, calls = parts(await grammar(tools=STRICT))
     assert text == {"type": "any_text", "excludes": ["<tool_call>"]}
     assert calls["type"] == "repeat"
-    speak(ChatFormat(None, LLAMA))
+    set_reply(ChatFormat(None, LLAMA))
     (either,) = parts(await grammar(tools=STRICT))
     assert either["type"] == "or"
 
 
-async def test_answer_with_a_schema_may_be_a_call(grammar, post, speak):
-    speak(PLAIN, CALL)
+async def test_answer_with_a_schema_may_be_a_call(grammar, post, set_reply):
+    set_reply(PLAIN, CALL)
     (either,) = parts(await grammar(tools=TOOLS, response_format=JSON_SCHEMA))
     assert either["type"] == "or"
     fields = {"tools": TOOLS, "response_format": JSON_SCHEMA}
     choice = (await (await post(**fields)).get_json())["choices"][0]
     assert (choice["finish_reason"], len(choice["message"]["tool_calls"])) == ("tool_calls", 1)
-    # What begins with JSON is no call, whatever is in it.
+    # An answer that begins with JSON is not a call, even if the JSON contains a call.
     text = json.dumps({"city": CALL})
-    speak(PLAIN, text)
+    set_reply(PLAIN, text)
     choice = (await (await post(**fields)).get_json())["choices"][0]
     assert (choice["finish_reason"], choice["message"]["content"]) == ("stop", text)
 
@@ -175,8 +177,8 @@ async def test_answer_with_a_schema_may_be_a_call(grammar, post, speak):
     ],
     ids=str,
 )
-async def test_finish_reason_of_answers_with_calls(post, speak, stream, choice, max_tokens, reason):
-    speak(PLAIN, CALL)
+async def test_finish_reason_depends_on_tool_choice_and_length(post, set_reply, stream, choice, max_tokens, reason):
+    set_reply(PLAIN, CALL)
     response = await post(tools=TOOLS, tool_choice=choice, max_tokens=max_tokens, stream=stream)
     if stream:
         events = [line.removeprefix("data: ") for line in (await response.get_data()).decode().split("\n\n") if line]
@@ -189,9 +191,9 @@ async def test_finish_reason_of_answers_with_calls(post, speak, stream, choice, 
         assert choice["message"]["tool_calls"]
 
 
-async def test_budget_closes_reasoning(post, engine, speak, service, vocabulary, monkeypatch):
-    speak(THINKING, "Hm.</think>\n\nok")
-    # Of this tokenizer no one token is the tag.
+async def test_reasoning_budget_reaches_the_engine(post, engine, set_reply, service, vocabulary, monkeypatch):
+    set_reply(THINKING, "Hm.</think>\n\nok")
+    # No single token of this tokenizer is the end tag.
     response = await post(max_reasoning_tokens=3)
     assert (await response.get_json())["error"]["param"] == "max_reasoning_tokens"
     assert response.status_code == 400
@@ -199,7 +201,7 @@ async def test_budget_closes_reasoning(post, engine, speak, service, vocabulary,
     choice = (await (await post(max_reasoning_tokens=3)).get_json())["choices"][0]
     request = engine.requests[-1]
     assert request.sampling.reasoning_budget == ReasoningBudget(3, (300,))
-    # Whom a budget is given reasons.
+    # With a budget, the prompt begins the reasoning.
     assert request.prompt_ids[-10:].tolist() == [*b"hi<think>\n"]
     assert (choice["message"]["reasoning"], choice["message"]["content"]) == ("Hm.", "ok")
     await post(max_reasoning_tokens=2**62, chat_template_kwargs={"opening": "<think>\n"})
@@ -207,7 +209,7 @@ async def test_budget_closes_reasoning(post, engine, speak, service, vocabulary,
     assert engine.requests[-1].prompt_ids[-10:].tolist() == [*b"hi<think>\n"]
     await post(max_reasoning_tokens=3, chat_template_kwargs={"opening": "<think>\n</think>"})
     assert engine.requests[-1].sampling.reasoning_budget is None
-    speak(PLAIN)
+    set_reply(PLAIN)
     await post(max_reasoning_tokens=3)
     assert engine.requests[-1].sampling.reasoning_budget is None
 
@@ -248,7 +250,7 @@ def json_schema(schema):
             "tools[1].function.parameters/properties/a/uniqueItems",
             "unsupported",
         ),
-        # Without effect on the answer.
+        # These schemas have no effect on the answer.
         (
             {"response_format": json_schema(UNIQUE), "tools": TOOLS, "tool_choice": "required"},
             "response_format.json_schema.schema/uniqueItems",
@@ -266,9 +268,9 @@ def json_schema(schema):
     ids=str,
 )
 async def test_schema_that_cannot_be_enforced_is_a_400_of_its_keyword(
-    post, engine, service, speak, fields, param, code, calls, reasoning
+    post, engine, service, set_reply, fields, param, code, calls, reasoning
 ):
-    speak(ChatFormat(reasoning, calls))
+    set_reply(ChatFormat(reasoning, calls))
     response = await post(**fields)
     error = (await response.get_json())["error"]
     codes = {"invalid": "invalid_value", "unsupported": "unsupported_schema"}
@@ -278,8 +280,8 @@ async def test_schema_that_cannot_be_enforced_is_a_400_of_its_keyword(
     assert service.admission.num_active == 0
 
 
-async def test_parameters_that_elements_cannot_hold_are_a_400(post, engine, speak):
-    speak(ChatFormat(None, MINIMAX_M2))
+async def test_parameters_that_elements_cannot_hold_are_a_400(post, engine, set_reply):
+    set_reply(ChatFormat(None, MINIMAX_M2))
     tools = strict_tools(type="object", properties={"a": {"type": "string"}, "b\n": {"type": "string"}})
     error = (await (await post(tools=tools)).get_json())["error"]
     assert (error["param"], error["code"]) == ("tools[1].function.parameters/properties/b\n", "unsupported_parameter")
@@ -296,13 +298,13 @@ async def test_parameters_that_elements_cannot_hold_are_a_400(post, engine, spea
         ({"structured_outputs": {"choice": ["a", "x"]}}, "x", "structured_outputs.choice"),
         ({"tools": STRICT}, "city", "tools[0].function.parameters"),
         ({"tools": [TOOLS[1], TOOLS[0]], "tool_choice": "required"}, "city", "tools[1].function.parameters"),
-        # Nothing alone is to blame.
+        # No single function causes this error.
         ({"tools": TOOLS, "tool_choice": "required"}, "tool_call", "tools"),
     ],
     ids=str,
 )
-async def test_invalid_grammar_is_a_400_of_its_field(post, engine, service, speak, fields, bad, param, stream):
-    speak(PLAIN)
+async def test_invalid_grammar_is_a_400_of_its_field(post, engine, service, set_reply, fields, bad, param, stream):
+    set_reply(PLAIN)
     engine.grammar_errors = {bad: "it takes more than 10 s to compile"}
     response = await post(**fields, stream=stream)
     error = (await response.get_json())["error"]
@@ -313,8 +315,8 @@ async def test_invalid_grammar_is_a_400_of_its_field(post, engine, service, spea
     assert service.admission.num_active == 0
 
 
-async def test_too_many_tools_are_refused(post, engine, speak):
-    speak(PLAIN)
+async def test_too_many_tools_are_refused(post, engine, set_reply):
+    set_reply(PLAIN)
     values = ["x" * 1000 + str(index) for index in range(200)]
     schema = {"type": "object", "properties": {"a": {"enum": values}}}
     tools = [{"type": "function", "function": {"name": f"f{index}", "parameters": schema}} for index in range(8)]
@@ -350,7 +352,7 @@ async def test_grammar_that_fails_later_is_a_400_of_its_field(post, engine, serv
         while len(engine.requests) < 2:
             await asyncio.sleep(0.01)
     if stream:
-        # It has begun when its first token is there, which takes a tenth of this; before that it would be a 400 too.
+        # The stream begins with the first token, after `engine.delay`. A failure before that time would be a 400.
         await asyncio.sleep(10 * engine.delay)
     engine.refuse_grammar(engine.keys[1], "it takes too long to follow")
     response = await asking

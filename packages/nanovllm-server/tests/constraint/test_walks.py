@@ -48,7 +48,7 @@ TOOLS = [
 ]
 NAMED = {"type": "function", "function": {"name": "look"}}
 SCHEMAS = {"look": ARGUMENTS, "ping": {"type": "object"}, "any": {"type": "object"}}
-# Prompt: whether it begins reasoning.
+# By state of reasoning at the end of the prompt: (reasoning format, prompt).
 PROMPTS = {"no reasoning": (None, ""), "begun": (THINK, "<think>\n"), "free": (THINK, ""), "over": (THINK, "</think>")}
 
 
@@ -62,7 +62,7 @@ def goals(form):
     return ("</think>", "</think>", f"\n{tags[-1]}", *tags)
 
 
-def check(told):
+def check_arguments(told):
     for (name, _), arguments in zip(told.calls, told.arguments(), strict=True):
         jsonschema.validate(arguments, SCHEMAS[name], jsonschema.Draft202012Validator)
 
@@ -81,7 +81,7 @@ def test_arguments_of_calls_are_valid(tell, name, choice, prompt):
         if not told.finished:
             continue
         finished += 1
-        check(told)
+        check_arguments(told)
         if choice != "auto":
             assert told.content == ""
             assert 1 <= len(told.calls) <= 16
@@ -100,7 +100,7 @@ def test_functions_without_an_enforced_schema_may_have_arguments(tell, name):
 
 
 @pytest.mark.parametrize("name", TOOL_CALL_FORMATS)
-def test_one_call_where_calls_may_not_be_parallel(tell, name):
+def test_only_one_call_is_allowed_if_calls_may_not_be_parallel(tell, name):
     form = ChatFormat(None, TOOL_CALL_FORMATS[name])
     fields = {"tools": TOOLS[1:], "tool_choice": "required", "parallel_tool_calls": False}
     answers = [told for told in tell(form, count=8, goals=goals(form.tool_calls), **fields) if told.finished]
@@ -135,7 +135,7 @@ def test_answer_is_schema_json_or_calls(tell, name, prompt):
         if not told.finished:
             continue
         assert bool(told.calls) != bool(told.content)
-        check(told)
+        check_arguments(told)
         if told.content:
             jsonschema.validate(json.loads(told.content), schema)
 

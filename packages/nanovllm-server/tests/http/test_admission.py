@@ -154,7 +154,7 @@ async def test_load_is_the_number_of_sequences_in_the_server(client, post, servi
     assert await (await client.get("/load")).get_json() == {"server_load": 0}
 
 
-async def test_version_is_the_servers(client):
+async def test_version_endpoint_returns_the_servers_version(client):
     assert await (await client.get("/version")).get_json() == {"version": __version__}
 
 

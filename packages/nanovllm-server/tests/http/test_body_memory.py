@@ -182,9 +182,9 @@ async def test_key_and_length_are_checked_before_the_body_arrives(url, service, 
     writer.close()
 
 
-def test_body_memory_of_the_command_line():
+def test_body_memory_is_twice_the_body_limit_by_default():
     def parse(*arguments):
-        return cli.settings(cli.parser().parse_args(arguments))
+        return cli.make_settings(cli.make_parser().parse_args(arguments))
 
     assert parse().body_memory_bytes == 32 * MIB
     assert parse("--max-body-mib", "100").body_memory_bytes == 200 * MIB

@@ -16,7 +16,7 @@ REPLY = (
     b'<think>hm, well</think>Let me see.<tool_call>\n{"name": "f", "arguments": {"x": "0123456789"}}\n</tool_call> so'
 )
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
-# What the client has seen of a stream when it leaves: nothing, its head, reasoning, content, a call, its end.
+# The client disconnects after it received: nothing, the response's head, reasoning, content, a call, the last event.
 MOMENTS = (None, b"HTTP/1.1", b'"reasoning"', b'"content":"L', b'"tool_calls"', b"[DONE]")
 
 
@@ -56,7 +56,7 @@ async def disconnect(url: str, rng: random.Random) -> None:
         if moment is None or not stream:
             await asyncio.sleep(rng.choice([0, 0.001, 0.01, 0.1]))
             return
-        # It ends early when it is refused, fails or comes to its end.
+        # The server may refuse the request, fail or finish the answer before `moment`.
         seen = b""
         while moment not in seen and (piece := await reader.read(200)) and b"HTTP/1.1 4" not in seen:
             seen += piece

@@ -31,7 +31,7 @@ def refusal(host: str, *names: str) -> ApiError | None:
 
 
 def parse_settings(*arguments):
-    return cli.settings(cli.parser().parse_args(arguments))
+    return cli.make_settings(cli.make_parser().parse_args(arguments))
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_names_patterns_and_a_star_allow_hosts():
     assert refusal("any.thing.example", "*") is None
 
 
-def test_hosts_of_the_command_line():
+def test_allowed_hosts_depend_on_flags_and_keys():
     names = parse_settings("--allowed-hosts", "a.example, *.b.example", "--allowed-hosts", "c.example").allowed_hosts
     assert names == ("a.example", "*.b.example", "c.example", "127.0.0.1", socket.gethostname())
     # Without a key, the names of --host and of the machine are the only names with dots.
@@ -161,7 +161,7 @@ def test_malformed_origin_is_refused(value):
 
 @pytest.fixture
 def browser(service):
-    """A client of an application that allows one origin."""
+    """A client of an application that allows two origins."""
     service.allowed_origins = (ORIGIN, "http://localhost:5173")
     service.api_keys = ("secret",)
     return create_app(service).test_client()

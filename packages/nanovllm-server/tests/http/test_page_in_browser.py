@@ -77,14 +77,14 @@ async def test_answer_grows_until_it_is_stopped(tab, engine, service, tokenizer,
     async with asyncio.timeout(30):
         while service.admission.num_active or engine.num_active:
             await asyncio.sleep(0.01)
-    # What there is of it stays part of the conversation.
+    # The incomplete answer stays in the conversation.
     engine.endless = False
     await send_message(tab, "go on")
     await wait_for_answers(tab, 2)
-    said = (await read_texts(tab, ".assistant .text"))[0]
-    assert len(said) > lengths[-1]
-    assert ("Hello" * 1000).startswith(said)
-    assert tokenizer.rendered[-1][1]["content"] == said
+    answer = (await read_texts(tab, ".assistant .text"))[0]
+    assert len(answer) > lengths[-1]
+    assert ("Hello" * 1000).startswith(answer)
+    assert tokenizer.rendered[-1][1]["content"] == answer
 
 
 async def test_reasoning_is_folded(tab, engine, service, vocabulary, tokenizer):
@@ -104,7 +104,7 @@ async def test_reasoning_is_folded(tab, engine, service, vocabulary, tokenizer):
 
 
 async def test_tool_calls_are_shown_and_answered(tab, engine, service, vocabulary, tokenizer, monkeypatch):
-    # The scripted template has no tools; this one shows what it is given.
+    # The scripted template has no tools. This function only records its messages.
     monkeypatch.setattr(tokenizer, "render_chat", lambda messages, **_: tokenizer.rendered.append([*messages]) or "x")
     service.model_format = ModelFormat(ChatFormat(None, TOOL_CALL_FORMATS["hermes"]), vocabulary)
     calls = [{"name": "weather", "arguments": {"city": city}} for city in ("Paris", "Oslo")]
@@ -151,7 +151,7 @@ async def test_an_error_is_shown_as_the_api_gives_it(tab, engine):
     (shown,) = await read_texts(tab, ".error")
     assert "temperature must be a number from 0 to 2, not 9" in shown
     assert "400 · invalid_request_error · invalid_value · param: temperature" in shown
-    # It can be put right and sent again.
+    # The user can correct the request and send the message again.
     assert await tab.evaluate("$('input').value") == "hi"
     await set_field(tab, "#further", "{")
     await tab.press("Enter")
@@ -161,7 +161,7 @@ async def test_an_error_is_shown_as_the_api_gives_it(tab, engine):
     await tab.press("Enter")
     await wait_for_answers(tab)
     assert len(engine.requests) == 1
-    # The browser's console has it too.
+    # The browser's console has the error too.
     assert tab.problems == ["Failed to load resource: the server responded with a status of 400 ()"]
     tab.problems.clear()
 
@@ -181,7 +181,7 @@ async def test_wrong_key_is_reported_and_right_key_is_used(url, service):
     async with browser.open_tab() as tab:
         await tab.set_screen(1000, 850)
         await tab.open(url)
-        # It says that it needs one, and where.
+        # The page shows the settings, and focuses the field of the key.
         await tab.wait_until("document.activeElement === $('key') && !$('settings').hidden")
         await tab.type("wrong")
         await tab.press("Enter")
@@ -192,7 +192,7 @@ async def test_wrong_key_is_reported_and_right_key_is_used(url, service):
         await send_message(tab, "hi")
         await wait_for_answers(tab)
         assert await read_texts(tab, ".assistant .text") == ["Hello"]
-        # It stays with the tab, and nowhere else.
+        # The key is only in the storage of this tab.
         assert await tab.evaluate("JSON.stringify({...sessionStorage})") == '{"nanovllm-key":"secret"}'
         assert await tab.evaluate("localStorage.length + document.cookie.length") == 0
         await tab.open(url)
@@ -223,7 +223,7 @@ async def test_shown_share_of_cached_prompts_names_the_tiers(tab, engine):
     await tab.wait_until("$('hits').textContent === '62% (host 20%, disk 5%)'")
 
 
-async def test_both_colour_schemes_and_small_screens(tab):
+async def test_text_has_contrast_and_fits_on_small_screens(tab):
     """Text contrasts with its background, and nothing overflows the screen."""
     await send_message(tab, "hi")
     await wait_for_answers(tab)

@@ -8,7 +8,7 @@ from page_actions import read_texts, send_message, wait_for_answers
 # The first test that runs may have to fetch the browser.
 pytestmark = pytest.mark.timeout(180)
 
-# Creates a view that counts its updates instead of scrolling, and renders a text that arrives in pieces.
+# Creates a view outside the page, and renders a text that arrives in pieces.
 RENDER = """(text, pieceSize, updateEvery) => {
   const view = new MarkdownView(document.createElement('div'), (update) => update());
   for (let start = 0, piece = 0; start < text.length; start += pieceSize, piece++) {
@@ -66,7 +66,7 @@ See [reference], <https://example.com> and <mail@example.com>.
 a fence
 that does not end"""
 
-SPLITTING = [
+TEXTS_HARD_TO_SPLIT = [
     "para\n#no heading",
     "a | b\n---|---\nc | d",
     "a | b\n---|---x\n",
@@ -127,7 +127,7 @@ async def test_document_becomes_elements(tab):
 
 
 async def test_result_does_not_depend_on_how_text_arrives(tab):
-    for text in [DOCUMENT, *SPLITTING]:
+    for text in [DOCUMENT, *TEXTS_HARD_TO_SPLIT]:
         whole = await render(tab, text)
         for piece_size in (1, 2, 7):
             assert await render(tab, text, piece_size) == whole, text

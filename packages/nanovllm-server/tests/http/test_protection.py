@@ -26,7 +26,7 @@ def request_bytes(body: bytes | None = None, *headers: bytes, **fields) -> bytes
 
 
 def parse_settings(*arguments):
-    return cli.settings(cli.parser().parse_args(arguments))
+    return cli.make_settings(cli.make_parser().parse_args(arguments))
 
 
 def test_keys_come_from_flags_a_file_and_the_environment(tmp_path, monkeypatch):
@@ -339,7 +339,7 @@ async def test_http_2_without_an_upgrade_is_refused(url):
     writer.close()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux gives up on what nobody takes")
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has this timeout")
 async def test_kernel_drops_a_client_that_acknowledges_nothing(monkeypatch):
     monkeypatch.setattr("nanovllm_server.processes.server.ACKNOWLEDGE_TIMEOUT_S", 1)
     (listener,) = bind("127.0.0.1", 0, 1)

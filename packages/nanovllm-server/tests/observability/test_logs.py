@@ -1,4 +1,4 @@
-"""Each request has one log line; all lines have its id, and clients cannot forge lines."""
+"""Each request has one log line, all lines have the request's id, and clients cannot forge lines."""
 
 import asyncio
 import json
@@ -87,7 +87,7 @@ async def test_log_names_the_engine_of_a_computed_prompt(post, recorder, service
     engine.info = replace(engine.info, transfer_peers=("node-1:5600",), transfer_address="127.0.0.1:5600")
     service.transfer = TransferSettings(role="decode")
     await post(kv_transfer_params={"do_remote_prefill": True, "remote_host": "node-1", "remote_port": 5600})
-    service.transfer = TransferSettings(role="prefill", host="node-1")
+    service.transfer = TransferSettings(role="prefill", advertised_host="node-1")
     await post(kv_transfer_params={"do_remote_decode": True})
     await post()
     fields = [(line.get("prefix_peer"), line.get("remote_decode")) for line in recorder.lines]

@@ -61,7 +61,7 @@ LATENCIES = (
 
 
 def read_samples(metrics: Metrics) -> dict[str, float]:
-    """Values of all samples without further labels than the model, by name without prefix."""
+    """Values of all samples whose only label is the model's name, by name without prefix."""
     families = text_string_to_metric_families(metrics.render().decode())
     samples = (sample for family in families for sample in family.samples if sample.labels.keys() == {"model_name"})
     return {sample.name.removeprefix("nanovllm:"): sample.value for sample in samples}
@@ -124,7 +124,7 @@ async def test_choices_count_their_prompt_once(post, service):
         assert samples[f"{name}_count"] == 3
 
 
-async def test_phases_add_up(post, service, engine):
+async def test_latencies_of_phases_add_up(post, service, engine):
     engine.delay = 0.005
     begin = time.monotonic()
     await post()

@@ -13,12 +13,12 @@ from nanovllm_server.protocol.error import ApiError
 def test_queue_limit_covers_all_workers():
     memory = allocate_counters(3)
     admissions = [AdmissionControl(5, SharedCounters(memory, index)) for index in range(3)]
-    leave = [admissions[0].admit(2), admissions[1].admit(2), admissions[2].admit(1)]
+    releases = [admissions[0].admit(2), admissions[1].admit(2), admissions[2].admit(1)]
     assert [admission.num_active for admission in admissions] == [5, 5, 5]
     for admission in admissions:
         with pytest.raises(ApiError, match="5 sequences of at most 5"):
             admission.admit(1)
-    leave[1]()
+    releases[1]()
     assert admissions[1].idle.is_set()
     assert not admissions[0].idle.is_set()
     with pytest.raises(ApiError):
@@ -54,7 +54,7 @@ def test_each_worker_reports_the_metrics_of_all_workers(engine):
     one.time_to_first_token.observe(0.003)
     two.time_to_first_token.observe(1000.0, count=2)
     assert one.render() == two.render()
-    # Counters never go back, also not when a worker is replaced.
+    # Counters do not go back when a worker is replaced.
     assert metrics(1).render() == one.render()
     text = one.render().decode()
     assert 'nanovllm:http_requests_total{path="/health",status="200"} 2.0' in text

@@ -33,17 +33,17 @@ TOOLS = {
 
 
 @dataclass
-class Said:
-    """The parts of an answer. Each call is its name, its arguments and, if it is incomplete, "cut"."""
+class ParsedAnswer:
+    """The parts of an answer. calls: (name, arguments) of each call; an incomplete call has "cut" as a third item."""
 
     reasoning: str = ""
     content: str = ""
     calls: list[tuple[str, ...]] = field(default_factory=list)
 
 
-def hear(form, pieces, *, begun=False, tools=TOOLS, calls_only_at_start=False) -> Said:
+def parse_pieces(form, pieces, *, begun=False, tools=TOOLS, calls_only_at_start=False) -> ParsedAnswer:
     parser = Parser(form, starts_in_reasoning=begun, tools=tools, calls_only_at_start=calls_only_at_start)
-    said = Said()
+    said = ParsedAnswer()
     events = [event for piece in pieces for event in parser.push(piece)] + parser.finish()
     calls: list[list[str]] = []
     for event in events:
@@ -72,16 +72,16 @@ def hear(form, pieces, *, begun=False, tools=TOOLS, calls_only_at_start=False) -
 
 
 def check_all(form, text, expected, **options) -> None:
-    assert hear(form, [text], **options) == expected
-    assert hear(form, text, **options) == expected
+    assert parse_pieces(form, [text], **options) == expected
+    assert parse_pieces(form, text, **options) == expected
     for cut in range(len(text) + 1):
-        assert hear(form, [text[:cut], text[cut:]], **options) == expected, cut
+        assert parse_pieces(form, [text[:cut], text[cut:]], **options) == expected, cut
 
 
 @pytest.fixture(scope="session")
 def listen():
-    """Parses an answer that comes in pieces."""
-    return hear
+    """A function that parses an answer in pieces."""
+    return parse_pieces
 
 
 @pytest.fixture(scope="session")
@@ -89,6 +89,6 @@ def check():
     """Checks a case: a text, and its reasoning, content and calls."""
 
     def check(form, text, reasoning="", content="", calls=(), **options):
-        check_all(form, text, Said(reasoning, content, list(calls)), **options)
+        check_all(form, text, ParsedAnswer(reasoning, content, list(calls)), **options)
 
     return check

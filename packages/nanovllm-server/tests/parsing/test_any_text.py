@@ -76,7 +76,7 @@ def test_text_without_a_format_is_unchanged(listen, text):
 @pytest.mark.parametrize("begun", [False, True])
 @pytest.mark.parametrize("name", FORMS)
 def test_parsing_takes_linear_time(listen, name, begun):
-    # Twice as long as what takes most, if anything takes the square of it, takes minutes.
+    # If parsing took quadratic time, a text of this size would take minutes.
     size = 100_000
     begin = FORMS[name].tool_calls.begin
     for part in (

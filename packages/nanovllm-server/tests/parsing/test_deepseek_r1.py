@@ -26,7 +26,7 @@ CALLED = ("get_weather", PARIS)
 PING = call("{}")
 PINGED = ("ping", "{}")
 
-# What it shows: text, reasoning, content, calls. The prompt has begun to reason.
+# Cases by name: (text, reasoning, content, calls). The prompt begins the reasoning.
 BEGUN = {
     "reasoning, then content": ("Hm.\n</think>\n\nHello.", "Hm.", "Hello.", []),
     "reasoning without end": ("Hm.\n\nHello.", "Hm.\n\nHello.", "", []),
@@ -37,7 +37,7 @@ BEGUN = {
     "a call in reasoning is reasoning": (f"Hm. {block(PING)}", f"Hm. {block(PING)}", "", []),
 }
 
-# It has not.
+# The same, but the prompt does not begin the reasoning.
 CASES = {
     "nothing": ("", "", "", []),
     "plain text": ("```json\n{}\n```\n", "", "```json\n{}\n```\n", []),
@@ -107,5 +107,5 @@ def test_deepseek_r1_answers_are_parsed(check, case):
 
 
 @pytest.mark.parametrize("case", BEGUN.values(), ids=BEGUN)
-def test_reasoning_that_the_prompt_begins(check, case):
+def test_reasoning_begun_by_the_prompt_is_parsed(check, case):
     check(FORM, *case, begun=True)

@@ -23,7 +23,7 @@ def test_text_equals_that_of_the_tokenizer(vocabulary, backend, tokens):
 
 
 @given(text=TEXT)
-def test_never_half_a_character(vocabulary, text):
+def test_no_piece_has_half_a_character(vocabulary, text):
     pieces = run(vocabulary, text.encode())
     assert "".join(pieces) == text
     assert "\ufffd" not in "".join(pieces)
@@ -39,7 +39,7 @@ def test_an_unfinished_character_is_replaced_at_the_end(vocabulary):
     assert pieces == ["a", "", "", "\ufffd"]
 
 
-def test_tokens_of_several_characters(vocabulary, backend):
+def test_token_bytes_has_all_bytes_of_a_token(vocabulary, backend):
     assert [vocabulary.token_bytes(token) for token in (256, 257, 258)] == [b"he", b" t", b"<|start|>"]
     assert Detokenizer(vocabulary).push(258) == ""
     assert vocabulary.token_bytes(9999) == b""
@@ -51,7 +51,7 @@ def test_special_tokens_are_text_where_they_are_tags(vocabulary):
     assert [detokenizer.push(token) for token in (258, 259)] == ["<|start|>", ""]
 
 
-def test_sentencepiece_with_byte_fallback():
+def test_sentencepiece_tokens_with_byte_fallback_are_decoded():
     vocab = {"\u2581Hi": 0, "\u2581you": 1, "<0xC3>": 2, "<0xA9>": 3, "<unk>": 4}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True))
     tokenizer.decoder = decoders.Sequence(

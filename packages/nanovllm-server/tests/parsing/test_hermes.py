@@ -9,7 +9,7 @@ PARIS = '{"city": "Paris"}'
 CALL = f'<tool_call>\n{{"name": "get_weather", "arguments": {PARIS}}}\n</tool_call>'
 CALLED = ("get_weather", PARIS)
 
-# What it shows: text, reasoning, content, calls.
+# Cases by name: (text, reasoning, content, calls).
 CASES = {
     "nothing": ("", "", "", []),
     "plain text": ("Hello there!", "", "Hello there!", []),
@@ -187,7 +187,7 @@ BEGUN = {
 
 
 @pytest.mark.parametrize("case", BEGUN.values(), ids=BEGUN)
-def test_reasoning_that_the_prompt_begins(check, case):
+def test_reasoning_begun_by_the_prompt_is_parsed(check, case):
     check(FORM, *case, begun=True)
 
 

@@ -11,7 +11,7 @@ CALLED = ("get_weather", PARIS)
 PING = '{"name": "ping", "parameters": {}}'
 PINGED = ("ping", "{}")
 
-# What it shows: text, reasoning, content, calls.
+# Cases by name: (text, reasoning, content, calls).
 CASES = {
     "nothing": ("", "", "", []),
     "plain text": ("Hello.\n", "", "Hello.\n", []),
@@ -121,5 +121,5 @@ BEGUN = {
 
 
 @pytest.mark.parametrize("case", BEGUN.values(), ids=BEGUN)
-def test_reasoning_that_the_prompt_begins(check, case):
+def test_reasoning_begun_by_the_prompt_is_parsed(check, case):
     check(ChatFormat(THINK, LLAMA), *case, begun=True)

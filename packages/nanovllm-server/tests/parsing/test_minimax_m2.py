@@ -20,7 +20,7 @@ def search(key, value):
     return block(f'<invoke name="search">\n<parameter name="{key}">{value}</parameter>\n</invoke>\n')
 
 
-# What it shows: text, reasoning, content, calls. The prompt has begun to reason.
+# Cases by name: (text, reasoning, content, calls). The prompt begins the reasoning.
 BEGUN = {
     "nothing": ("", "", "", []),
     "reasoning, then content": ("Hm.\n</think>\n\nHello.", "Hm.", "Hello.", []),
@@ -33,7 +33,7 @@ BEGUN = {
     "cut off in the call": (f"Hm.</think>{block(TWO)[:70]}", "Hm.", "", [("get_weather", "", "cut")]),
 }
 
-# It has not.
+# The same, but the prompt does not begin the reasoning.
 CASES = {
     "plain text": (" <b>a</b> ", "", " <b>a</b> ", []),
     "reasoning all the same": (f"<think>Hm.</think>\n{block(PING)}", "Hm.", "", [PINGED]),
@@ -110,5 +110,5 @@ def test_minimax_m2_answers_are_parsed(check, case):
 
 
 @pytest.mark.parametrize("case", BEGUN.values(), ids=BEGUN)
-def test_reasoning_that_the_prompt_begins(check, case):
+def test_reasoning_begun_by_the_prompt_is_parsed(check, case):
     check(FORM, *case, begun=True)

@@ -17,7 +17,7 @@ def search(key, value):
     return f"<tool_call>\n<function=search>\n<parameter={key}>\n{value}\n</parameter>\n</function>\n</tool_call>"
 
 
-# What it shows: text, reasoning, content, calls.
+# Cases by name: (text, reasoning, content, calls).
 CASES = {
     "plain text": ("Use a < b > c.\n", "", "Use a < b > c.\n", []),
     "reasoning, then content": ("<think>\nHm.\n</think>\n\nHello.", "Hm.", "Hello.", []),

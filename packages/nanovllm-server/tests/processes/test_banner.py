@@ -11,7 +11,7 @@ from nanovllm_server.processes.server import format_banner
 @pytest.fixture
 def banner(engine):
     def make(host, *flags):
-        return format_banner(engine.info, cli.settings(cli.parser().parse_args(flags)), host, 8000)
+        return format_banner(engine.info, cli.make_settings(cli.make_parser().parse_args(flags)), host, 8000)
 
     return make
 

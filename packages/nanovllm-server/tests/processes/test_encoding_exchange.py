@@ -61,7 +61,7 @@ def test_a_segment_encoded_by_one_worker_is_cached_in_another():
 
 
 def test_dropped_messages_change_no_ids():
-    """A ring that holds a fraction of what is published."""
+    """The rings hold only a fraction of the published bytes."""
     memory = RingMemory(2, 1 << 12)
     sharing = [load_sharing_tokenizer(memory, worker) for worker in range(2)]
     rng = random.Random(1)

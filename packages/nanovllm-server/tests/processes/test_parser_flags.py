@@ -27,12 +27,12 @@ def test_parser_flags_list_every_format():
 )
 def test_parser_flags_override_the_model(tmp_path, arguments, expected):
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
-    settings = cli.settings(cli.parser().parse_args([str(tmp_path), *arguments]))
+    settings = cli.make_settings(cli.make_parser().parse_args([str(tmp_path), *arguments]))
     worker_arguments = SimpleNamespace(model=tmp_path, settings=settings)
     assert select_chat_format(worker_arguments, "{{ messages }}") == expected
 
 
 def test_unknown_parser_names_are_refused(capsys):
     with pytest.raises(SystemExit):
-        cli.parser().parse_args(["--tool-call-parser", "any"])
+        cli.make_parser().parse_args(["--tool-call-parser", "any"])
     assert "hermes" in capsys.readouterr().err

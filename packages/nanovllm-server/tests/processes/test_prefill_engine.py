@@ -16,7 +16,7 @@ from nanovllm_server.processes.engine_recipe import EngineRecipe
 from nanovllm_server.processes.prefill_engine import (
     PrefillEngine,
     TransferDirectory,
-    compute_backoff_s,
+    compute_restart_delay_s,
     start_prefill_engine,
 )
 from nanovllm_server.settings import TransferSettings
@@ -110,7 +110,7 @@ async def test_two_engines_share_address_secret_and_settings(engines):
     assert not secret_file.parent.exists()
 
 
-async def test_files_of_blocks_are_found_again_because_engines_use_their_secret(engines, tmp_path):
+async def test_engines_use_the_secret_of_the_directory_of_block_files(engines, tmp_path):
     config = EngineConfig(kv_offload_gib=0.5, kv_offload_dir=tmp_path / "kv")
     secrets = set[bytes]()
     for _ in range(2):
@@ -122,7 +122,7 @@ async def test_files_of_blocks_are_found_again_because_engines_use_their_secret(
 
 
 @pytest.mark.parametrize("error", [ConfigError("too few blocks"), EngineDeadError("out of memory")], ids=repr)
-async def test_first_start_that_fails_has_the_error(engines, error):
+async def test_error_of_a_failed_first_start_is_raised(engines, error):
     engines.failures.append(error)
     _, prefill_engine = start_prefill_engine(RECIPE, TransferSettings(has_prefill_engine=True))
     with pytest.raises(type(error), match=str(error)):
@@ -165,7 +165,7 @@ async def test_log_says_that_the_engine_died(engines):
 
 
 @pytest.mark.parametrize("is_restart", [False, True])
-async def test_stop_ends_a_start(engines, is_restart):
+async def test_stop_cancels_a_start(engines, is_restart):
     directory = TransferDirectory()
     engines.is_slow = not is_restart
     prefill_engine = PrefillEngine(RECIPE, directory)
@@ -183,9 +183,9 @@ async def test_stop_ends_a_start(engines, is_restart):
 def test_delays_double_and_end_at_a_minute():
     delays = [0.0]
     for _ in range(9):
-        delays.append(compute_backoff_s(delays[-1], served_s=59))
+        delays.append(compute_restart_delay_s(delays[-1], served_s=59))
     assert delays[1:] == [1, 2, 4, 8, 16, 32, 60, 60, 60]
-    assert compute_backoff_s(60, served_s=60) == 1
+    assert compute_restart_delay_s(60, served_s=60) == 1
 
 
 def test_recipe_sets_the_visible_gpus(monkeypatch):

@@ -24,7 +24,7 @@ def ring_and_reader(capacity=CAPACITY):
 
 @given(st.lists(st.binary(max_size=300) | st.none(), max_size=60))
 def test_a_slow_reader_gets_the_newest_messages_once(actions):
-    """None: the reader reads."""
+    """An action is a message to write; None makes the reader read."""
     ring, reader = ring_and_reader()
     unread: list[bytes] = []
     for payload in [*actions, None]:
@@ -54,14 +54,14 @@ def test_a_message_may_fill_the_ring_but_not_exceed_it():
 
 @pytest.mark.parametrize("place", range(20))
 def test_a_damaged_message_is_ignored(place):
-    """Eight bytes from `place` on: a length, a checksum, or bytes of the text."""
+    """Damages eight bytes from `place` on: bytes of a length, a checksum or a text."""
     ring, reader = ring_and_reader()
     ring.write(b"first" * 4)
     ring.write(b"second" * 4)
     ring._data[place : place + 8] = b"\xfe" * 8
     ring.write(b"third" * 4)
     read = reader.read()
-    # A length that is wrong hides where the next message begins.
+    # A wrong length hides the beginning of the next message.
     assert read == ([] if place < 8 else [b"second" * 4, b"third" * 4])
     ring.write(b"fourth")
     assert reader.read() == [b"fourth"]
@@ -100,7 +100,7 @@ def test_messages_of_another_process_arrive_complete_and_in_order():
         if numbers:
             last, num_read, num_reads = numbers[-1], num_read + len(numbers), num_reads + 1
     assert num_reads > 10
-    # Wherever the writer was: one that takes over its ring goes on.
+    # A replacement can write to the ring, wherever the killed writer stopped.
     writer.kill()
     writer.join()
     reader.read()

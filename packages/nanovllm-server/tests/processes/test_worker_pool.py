@@ -7,10 +7,10 @@ import socket
 import pytest
 
 from nanovllm_core import EngineAddress
-from nanovllm_server.cli import parser, settings
+from nanovllm_server.cli import make_parser, make_settings
 from nanovllm_server.observability.shared_counters import allocate_counters
 from nanovllm_server.processes import worker_pool
-from nanovllm_server.processes.worker_pool import MAX_BACKOFF_S, WorkerPool, compute_backoff_s
+from nanovllm_server.processes.worker_pool import MAX_BACKOFF_S, WorkerPool, compute_replacement_delay_s
 from nanovllm_server.processes.worker_protocol import WorkerArguments
 from nanovllm_server.protocol.request import SamplingDefaults
 
@@ -18,9 +18,9 @@ from nanovllm_server.protocol.request import SamplingDefaults
 def test_delay_before_a_replacement_doubles_up_to_a_limit():
     delays = [0.0]
     while delays[-1] < MAX_BACKOFF_S:
-        delays.append(compute_backoff_s(delays[-1]))
+        delays.append(compute_replacement_delay_s(delays[-1]))
     assert delays == [0, 0.5, 1, 2, 4, 8, 16, 30]
-    assert compute_backoff_s(MAX_BACKOFF_S) == MAX_BACKOFF_S
+    assert compute_replacement_delay_s(MAX_BACKOFF_S) == MAX_BACKOFF_S
 
 
 async def test_a_replacement_that_is_not_ready_in_time_ends_the_pool(backend, tmp_path, monkeypatch):
@@ -33,7 +33,7 @@ async def test_a_replacement_that_is_not_ready_in_time_ends_the_pool(backend, tm
     with engine_end, lifeline, socket.create_server(("127.0.0.1", 0)) as listener:
         arguments = WorkerArguments(
             index=0,
-            settings=settings(parser().parse_args(["--log-level", "error"])),
+            settings=make_settings(make_parser().parse_args(["--log-level", "error"])),
             model=tmp_path,
             template="{{ messages }}",
             defaults=SamplingDefaults(),

@@ -78,7 +78,7 @@ def test_values_are_counted_the_same_in_pieces_of_any_size(monkeypatch, piece_by
 
     def count_values(value: JSON) -> int:
         children = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-        # Every value but the outermost follows a bracket or a comma, as an empty object or list has one bracket.
+        # `parse_body` counts opening brackets and commas. An empty object or list has one opening bracket.
         return max(len(children), isinstance(value, dict | list)) + sum(map(count_values, children))
 
     monkeypatch.setattr(body_module, "_PIECE_BYTES", piece_bytes)
@@ -128,7 +128,7 @@ async def test_a_request_without_a_model_goes_to_the_served_model(client, servic
     assert (await response.get_json())["model"] == "scripted"
 
 
-async def test_a_wrong_name_that_begins_with_the_name_is_a_404(post):
+async def test_model_name_with_a_suffix_is_a_404(post):
     await check_refusal(await post(model="scripted "), 404, "model")
 
 
@@ -140,7 +140,7 @@ async def test_checks_run_in_order_key_json_fields_model(client, service, engine
     await check_refusal(await client.post(path, data="{", headers=json_type), 401)
     await check_refusal(await client.post(path, data='{"model": "gpt-9",', headers={**json_type, **key}), 400)
     await check_refusal(await client.post(path, json=wrong, headers=key), 400, "guided_json")
-    # What depends on the model, here how long its context is, comes last.
+    # Checks that depend on the model, such as the context length, come last.
     long = {"model": "gpt-9", "messages": [USER], "max_tokens": 1_000_000}
     await check_refusal(await client.post(path, json=long, headers=key), 404, "model")
     await check_refusal(await client.post(path, json={**long, "model": "scripted"}, headers=key), 400, "max_tokens")

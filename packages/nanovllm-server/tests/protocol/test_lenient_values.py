@@ -121,7 +121,7 @@ async def test_missing_field_is_called_missing(post, fields, param):
     assert error["code"] == "missing_required_parameter"
 
 
-async def test_body_without_messages_is_told_so(client):
+async def test_error_says_that_messages_are_missing(client):
     response = await client.post("/v1/chat/completions", json={"model": "scripted"})
     error = await check_refusal(response, 400, "messages")
     assert "messages is missing" in error["message"]

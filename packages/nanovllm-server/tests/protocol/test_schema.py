@@ -30,5 +30,5 @@ def test_too_large_schema_is_a_400_of_its_field(schema, problem):
     assert caught.value.message == f"schema at tools[2].function.parameters {problem}"
 
 
-def test_small_schema_is_not_converted():
+def test_keywords_of_a_small_schema_are_not_checked():
     require_small_schema({"type": "integr"}, "tools[2].function.parameters")

@@ -2,8 +2,8 @@
 
 Run: python packages/nanovllm-server/tests/support/measure_encodings.py [--runs 10]
 
-One process encodes a conversation of about 32,000 tokens in 80 messages; a second one renders and encodes it with one
-more message, as a worker does, while its event loop notes how late it wakes from sleeps of 0.2 ms.
+One process encodes a conversation of about 32,000 tokens in 80 messages. As a worker does, a second process renders and
+encodes the conversation with one more message. Its event loop records how late it wakes from sleeps of 0.2 ms.
 """
 
 import argparse
@@ -30,7 +30,7 @@ TICK_S = 0.0002
 
 
 class TimedExchange(RingEncodingExchange):
-    """Notes how long calls take."""
+    """Records how long calls take."""
 
     def __init__(self, memory: RingMemory, worker: int, num_token_ids: int):
         super().__init__(memory, worker, num_token_ids)

@@ -217,7 +217,7 @@ async def run(spec: ModelSpec, config: EngineConfig, host_gib: float, directory:
                         await measure_decodes(conversations, title, fillers[:NUM_RETURNING], interval_s)
                 await measure_burst(conversations, name)
             if settings:
-                # Copies hold blocks.
+                # Until copies end, they hold blocks.
                 await conversations.wait_for_copies()
             stats = engine.stats
             print(

@@ -1,4 +1,4 @@
-"""What a user does on the chat page, and what the page shows."""
+"""Functions that act as a user of the chat page, and read what the page shows."""
 
 import json
 from typing import Any

@@ -32,7 +32,7 @@ from nanovllm_core.cache.shared_directory import (
 )
 from nanovllm_core.errors import ConfigError
 
-# Share of the maximum size that all writers reserve together. A writer scans the directory once per reservation.
+# Share of `max_bytes` that all engines together reserve for future writes. Each new reservation needs a scan.
 _RESERVED_SHARE = 1 / 16
 # Time between two scans; longer if a scan takes more than 1 % of this time. Scans find other engines' files.
 _SCAN_INTERVAL_S = 60.0

@@ -1,7 +1,7 @@
 """Allocates the blocks of a paged cache, counts their holders, and finds their contents by hash.
 
-A block in use has holders. A cached block has no holder, but `lookup` finds its contents by hash. An empty block has
-neither a holder nor a hash. When no empty block is left, the cached block that was released first is evicted.
+Holders are requests and copies in flight. A block in use has holders. A cached block has only a hash. An empty block
+has neither. When no empty block is left, the cached block that was released first is evicted.
 """
 
 from collections import OrderedDict
@@ -17,7 +17,7 @@ class BlockPool:
 
     num_cached: number of cached blocks.
     num_reserved: number of free blocks that `can_acquire` keeps free for allocations.
-    blocks_with_draft_entries: blocks for which a draft model has computed its cache entries of all tokens.
+    blocks_with_draft_entries: blocks that hold a draft model's cache entries for all their tokens.
     """
 
     def __init__(self, num_blocks: int):
@@ -37,7 +37,7 @@ class BlockPool:
         return len(self._free_blocks)
 
     def count_holders(self, block: int) -> int:
-        """The number of holders of `block`: requests, and copies in flight."""
+        """The number of holders of `block`."""
         return self._num_holders[block]
 
     def allocate(self, count: int) -> list[int]:

@@ -4,7 +4,7 @@ import xxhash
 
 
 def checksum_of(data: memoryview) -> int:
-    """The 64-bit XXH3 hash of `data`. It finds accidental damage, but not changes that somebody made on purpose.
+    """The 64-bit XXH3 hash of `data`. It detects accidental damage, but not deliberate changes.
 
     Other threads run while this function hashes large data. Source: https://github.com/Cyan4973/xxHash
     """

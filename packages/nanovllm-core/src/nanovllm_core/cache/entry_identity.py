@@ -10,7 +10,7 @@ LAYOUT_VERSION = 1
 
 
 def make_entry_identity(spec: ModelSpec, config: ResolvedConfig, layout: CacheLayout) -> dict[str, str]:
-    """Everything except tokens and salts that determines the bytes of an entry, by name. Raises ConfigError."""
+    """The settings, by name, that determine an entry's bytes besides tokens and salts. Raises ConfigError."""
     fingerprints = [model.fingerprint for model in (spec, spec.draft) if model is not None]
     if not all(fingerprints):
         raise ConfigError(

@@ -97,7 +97,7 @@ class FileTier:
         """Start to write an entry. The caller holds the slot until `take_written` returns it, and checks `is_full`."""
         self._writes[kind, block_hash] = slot, self._executor.submit(self._write, kind, block_hash, slot)
 
-    def is_written(self, kind: EntryKind, block_hash: BlockHash) -> bool:
+    def is_written_or_queued(self, kind: EntryKind, block_hash: BlockHash) -> bool:
         """Whether there is probably a file of this entry, now or when a write in flight has ended."""
         return (kind, block_hash) in self._writes or self.contains(kind, block_hash)
 
@@ -112,7 +112,7 @@ class FileTier:
                 self.write_s += future.result()
         return written
 
-    def forget(self) -> None:
+    def remove_all(self) -> None:
         """Remove all files of this model on a thread. Until they are removed, `contains` returns False."""
         writes = [future for _, future in self._writes.values() if not future.cancel()]
         self._removal = self._executor.submit(self._remove, writes)
@@ -142,5 +142,5 @@ class FileTier:
 
 def _as_bytes(block_hash: BlockHash) -> bytes:
     if isinstance(block_hash, int):
-        raise TypeError("files need hashes of SHA-256")
+        raise TypeError("prefix hashes are integers, but files need SHA-256 hashes: set prefix_hash to 'sha256'")
     return block_hash

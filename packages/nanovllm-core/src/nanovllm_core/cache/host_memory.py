@@ -22,7 +22,7 @@ PAGE_BYTES = 4096
 _PINNED_BYTES = 1 << 28
 # Bytes of the counters of one rank: a cache line, so that ranks do not slow each other down.
 _COUNTER_BYTES = 64
-# Bytes of the marker, which follows the counters.
+# Bytes of the random marker that identifies the memory. The marker follows the counters.
 MARKER_BYTES = 16
 # Bytes of the device buffer for the copies of one `Direction`. The buffer is larger if one entry needs more.
 STAGING_BYTES = 32 << 20
@@ -43,7 +43,7 @@ class Direction(IntEnum):
 
 
 class EntryCopies(NamedTuple):
-    """Copies of entries of one kind. group: index of the group of requests that share the cache with the entries.
+    """Copies of entries of one kind. group: index of the request group whose cache has the entries.
 
     entries: indices of blocks or state slots in the caches. slots: indices of slots in the host memory, from 1.
     """
@@ -111,7 +111,7 @@ class HostLayout:
         return self.counters_bytes + sum(num_slots * slot_bytes for num_slots, slot_bytes in slots)
 
 
-# A rank's first counters, one per `Direction`, count executed batches. These are the indices of its other counters.
+# A rank's first counters, one per `Direction`, count executed batches. Other counters of a rank have these indices.
 # The state is _PENDING until the rank has pinned the memory.
 _NUM_FAILURES, _STATE = len(Direction), len(Direction) + 1
 _PENDING, _READY, _UNUSABLE = range(3)
@@ -155,7 +155,7 @@ class HostMemory:
 
     @property
     def marker_offset(self) -> int:
-        """Offset of the marker: MARKER_BYTES random bytes that tell this memory from others."""
+        """Offset of the marker: MARKER_BYTES random bytes that identify this memory."""
         return self.layout.counters_bytes - MARKER_BYTES
 
     @property
@@ -193,7 +193,7 @@ class HostMemory:
         return bool(self._counters[_MAY_PIN])
 
     def allow_pinning(self) -> None:
-        """Let all ranks pin the memory. Steps are slow meanwhile, so rank 0 calls this after it has timed steps."""
+        """Let all ranks pin the memory. Pinning slows steps down, so rank 0 first finishes the timing of steps."""
         self._counters[_MAY_PIN] = 1
 
     @property
@@ -202,7 +202,7 @@ class HostMemory:
         return all(state == _READY for state in self._states())
 
     @property
-    def will_be_ready(self) -> bool:
+    def is_pinning(self) -> bool:
         """Whether some ranks are still pinning the memory, and none has failed."""
         states = self._states()
         return _PENDING in states and _UNUSABLE not in states

@@ -26,7 +26,7 @@ class CacheManager:
     watermark: share of all blocks that stay free if `admit` is called with `keep_watermark`.
     state_pool: None for a model without recurrent layers.
     tier: keeps copies of cached entries in host memory; None without such copies.
-    hash_secret: see `PrefixHasher`.
+    hash_secret: engines with equal secrets have equal SHA-256 hashes; None for a random secret.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class CacheManager:
             num_usable_blocks, source_slot = self.state_pool.find_checkpoint(request.block_hashes[:num_found_blocks])
             del cached_blocks[num_usable_blocks:]
             if self._tier is not None and source_slot:
-                self._tier.keep(self._group, EntryKind.CHECKPOINT, request.block_hashes[num_usable_blocks - 1])
+                self._tier.queue_store(self._group, EntryKind.CHECKPOINT, request.block_hashes[num_usable_blocks - 1])
         num_new_blocks = -(-request.num_tokens // self.block_size) - len(cached_blocks)
         num_free_cached_blocks = sum(1 for block in cached_blocks if self.pool.count_holders(block) == 0)
         num_reserved_blocks = self._watermark_blocks if keep_watermark else 0
@@ -115,7 +115,7 @@ class CacheManager:
         self.release(load.request)
 
     def readmit(self, request: RequestState) -> int | None:
-        """Admit a request right after `finish_load`, so that the next loads do not evict its blocks before it starts.
+        """Admit a request right after `finish_load`, so that later loads do not evict the loaded blocks.
 
         Returns the number of cached tokens. If too few blocks or state slots are free, returns None, and the request
         holds nothing.
@@ -161,12 +161,12 @@ class CacheManager:
         checkpoint_hashes = [] if self.state_pool is None else self.state_pool.commit(request, num_computed)
         if self._tier is not None:
             for block_hash in request.block_hashes[first_new_block:num_full_blocks]:
-                self._tier.keep(self._group, EntryKind.BLOCK, block_hash)
+                self._tier.queue_store(self._group, EntryKind.BLOCK, block_hash)
             for block_hash in checkpoint_hashes:
-                self._tier.keep(self._group, EntryKind.CHECKPOINT, block_hash)
+                self._tier.queue_store(self._group, EntryKind.CHECKPOINT, block_hash)
 
     def mark_draft_entries(self, request: RequestState, num_tokens: int) -> None:
-        """Record that a draft model has computed its entries of the first `num_tokens` tokens."""
+        """Record that the blocks hold a draft model's cache entries for the first `num_tokens` tokens."""
         self.pool.blocks_with_draft_entries.update(request.block_ids[: num_tokens // self.block_size])
 
     def count_draft_entries(self, request: RequestState, num_cached_tokens: int) -> int:
@@ -179,7 +179,7 @@ class CacheManager:
         # The last block is evicted first, because later prompts can use a block only with all preceding blocks.
         if self._tier is not None:
             for block_hash in reversed(request.block_hashes[: request.num_committed_blocks]):
-                self._tier.keep(self._group, EntryKind.BLOCK, block_hash)
+                self._tier.queue_store(self._group, EntryKind.BLOCK, block_hash)
         self.pool.release(reversed(request.block_ids))
         request.block_ids = []
         request.num_committed_blocks = 0
@@ -227,11 +227,11 @@ class CacheManager:
         return cached_blocks
 
     def reusable_hashes(self, request: RequestState) -> list[BlockHash]:
-        """Hashes of the blocks at the beginning of `request` that need not be computed if they are cached."""
+        """Hashes of the leading blocks that `request` may take from the cache instead of computing them."""
         return request.block_hashes[: self._count_reusable_blocks(request)]
 
     def _count_reusable_blocks(self, request: RequestState) -> int:
-        """The number of blocks at the beginning of `request` that need not be computed if they are cached."""
+        """The number of leading blocks that `request` may take from the cache instead of computing them."""
         if self._hasher is None:
             return 0
         self._hasher.extend_hashes(request)

@@ -19,8 +19,8 @@ from nanovllm_kernels import fp8
 from nanovllm_kernels.attention import best_page_size
 from nanovllm_kernels.linear_attention import CHECKPOINT_INTERVAL, copy_states
 
-# Maximum number of checkpoint slots (saved states) of all requests, divided by the number of running requests. A prompt
-# of 8,192 tokens saves 8 checkpoints.
+# Maximum number of checkpoint slots (saved states) per running request. All requests share these slots.
+# A prompt of 8,192 tokens saves 8 checkpoints.
 CHECKPOINT_SLOTS_PER_REQUEST = 8
 # Maximum number of blocks, unless running requests alone can use more. The host keeps about 200 bytes per block.
 MAX_CACHED_BLOCKS = 1 << 20
@@ -36,7 +36,7 @@ class CacheLayout:
     state_specs: specs of the recurrent layers, with space for drafts.
     state_dtype: dtype of `StateCache.recurrent`.
     conv_dtype: dtype of `StateCache.conv_inputs`.
-    draft: layout of the draft model's caches; None without draft model. A token's block has the same index in both.
+    draft: layout of the draft model's caches; None without draft model. Both models use the same block indices.
     """
 
     attention_specs: tuple[PagedSpec | MLASpec, ...]
@@ -106,8 +106,8 @@ class CacheMemory:
     """The tensors of all caches of one rank. Initially the caches have only a null block and a null slot.
 
     `num_blocks` and `num_state_slots` do not count the null block and the null slot.
-    kv_caches, kv_scales, state_caches: see `ForwardContext`.
-    draft: the caches of the draft model; None without draft model. A token's block has the same index in both.
+    kv_caches, kv_scales, state_caches: one per layer with such a cache. Shapes: see `ForwardContext`.
+    draft: the caches of the draft model; None without draft model. Both models use the same block indices.
     """
 
     def __init__(self, layout: CacheLayout, device: torch.device):
@@ -117,7 +117,7 @@ class CacheMemory:
         self.allocate(0, 0)
 
     def allocate(self, num_blocks: int, num_state_slots: int) -> None:
-        """Replace all tensors by zeros for `num_blocks` blocks and `num_state_slots` state slots."""
+        """Replace all tensors with zeros for `num_blocks` blocks and `num_state_slots` state slots."""
         layout, device = self.layout, self._device
         self.num_blocks = num_blocks
         self.num_state_slots = num_state_slots
@@ -173,7 +173,8 @@ class CacheMemory:
 def choose_block_size(config: ResolvedConfig, attention: PagedSpec | MLASpec, *, has_recurrent_layers: bool) -> int:
     """Tokens per block: the configured number, else the number with which the attention kernels are fastest.
 
-    It is the smallest number for latent attention, for recurrent layers, and if a step is too small for one more block.
+    Without a configured number, the smallest size is used for latent attention and for recurrent layers. It is also
+    used if a step with one token per running request has no space for another block.
     Raises ConfigError if a block of a model with recurrent layers would have more than CHECKPOINT_INTERVAL tokens.
     """
     min_size = min(BLOCK_SIZES)

@@ -9,9 +9,9 @@ from nanovllm_core.request_state import BlockHash, RequestState
 
 
 class Transfer(NamedTuple):
-    """A copy of one entry. group: see `EntryCopies`. entry: index in the cache. slot: index in the host memory.
+    """A copy of one entry. entry: index in the cache of the request group `group`. slot: index in the host memory.
 
-    has_draft_entries: whether the block also has a draft model's entries, see `BlockPool.blocks_with_draft_entries`.
+    has_draft_entries: whether the block also has a draft model's entries for all its tokens.
     """
 
     group: int

@@ -38,7 +38,7 @@ class StatePool:
         self._blocks_per_checkpoint = CHECKPOINT_INTERVAL // block_size
         # Keep one slot free for each request that may still start.
         self.slots.num_reserved = max_running
-        # Checkpoints from which admitted requests will start, by request key.
+        # Slots of the checkpoints from which admitted requests will start, by request key.
         self._held_sources: dict[int, int] = {}
 
     def find_checkpoint(self, block_hashes: Sequence[BlockHash]) -> tuple[int, int]:
@@ -68,8 +68,8 @@ class StatePool:
         request.source_state_slot = source_slot
         (request.state_slot,) = slots.allocate(1)
         slots.num_reserved -= 1
-        # Leave one slot for each request that may start, and one slot for the checkpoint from which the next of them
-        # starts. This may be the checkpoint from which this request starts, so the source slot counts as free.
+        # Leave one slot for each request that may start, and one slot for the source checkpoint of the next request.
+        # Both requests may have the same source checkpoint, so the source slot counts as free.
         num_spare_slots = num_free_before - 1 - slots.num_reserved - 1
         max_checkpoints = max(num_spare_slots, 0) if saves_checkpoints else 0
         positions = sorted(checkpoint_positions(num_computed, request.num_tokens, num_shared)[:max_checkpoints])
@@ -77,10 +77,10 @@ class StatePool:
         slots.release(held_slots)
 
     def hold_source(self, request: RequestState) -> bool:
-        """Keep the checkpoint of an admitted request that does not start yet. Returns False if slots are scarce."""
+        """Keep the checkpoint of an admitted request that starts later. Returns False if too few slots are free."""
         if not request.source_state_slot:
             return True
-        # One slot must remain for each request that may start, and one for its source, see `allocate`.
+        # Leave one slot for each request that may start, and one slot for the source checkpoint of the next request.
         if self.slots.num_free - 1 <= self.slots.num_reserved:
             return False
         self.slots.acquire(request.source_state_slot)

@@ -9,7 +9,7 @@ from nanovllm_core.cache.host_memory import Direction
 class TierCounters:
     """Totals since the engine started.
 
-    num_bytes, copy_s: bytes and seconds of copies, from launch to end, by direction.
+    num_bytes, copy_s: bytes of copies, and seconds from launch to end of their batches, by direction.
     num_loaded_tokens: number of tokens that were loaded from host memory and files.
     num_file_tokens: number of these tokens that were read from files.
     num_rejected_tokens: number of tokens that could have been loaded, but were faster to compute.

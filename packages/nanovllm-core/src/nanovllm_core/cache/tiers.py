@@ -19,7 +19,7 @@ from nanovllm_core.request_state import BlockHash, RequestState
 from nanovllm_kernels.linear_attention import CHECKPOINT_INTERVAL
 
 # Limits of stores: bytes per batch (a single entry may have more), entries per batch, and batches in flight. Entries of
-# batches in flight can't be evicted. A step of a long prompt fills up to 1 GiB of blocks, and batches wait for steps.
+# batches in flight can't be evicted. The limits allow 1 GiB in flight, as much as one step of a long prompt fills.
 MAX_STORE_BYTES = 512 << 20
 MAX_STORE_ENTRIES = 256
 MAX_STORES_IN_FLIGHT = 2
@@ -100,13 +100,13 @@ class HostTier:
     @property
     def has_stores_awaiting_pinning(self) -> bool:
         """Whether entries wait for copies to a host memory that is still being pinned."""
-        return bool(self._store_queue) and self._memory.will_be_ready
+        return bool(self._store_queue) and self._memory.is_pinning
 
     def is_storing(self, kind: EntryKind, block_hash: BlockHash) -> bool:
         """Whether the host memory will probably get a copy of this entry soon."""
         return (kind, block_hash) in self._storing or (kind, block_hash) in self._store_queue
 
-    def keep(self, group: int, kind: EntryKind, block_hash: BlockHash) -> None:
+    def queue_store(self, group: int, kind: EntryKind, block_hash: BlockHash) -> None:
         """Queue a cache entry for a copy to host memory. If there is a copy, make it the last copy to be evicted."""
         slot = self.pools[kind].lookup(block_hash)
         if slot is not None:
@@ -118,7 +118,7 @@ class HostTier:
                 self._store_queue.popitem(last=False)
 
     def _queue_write(self, kind: EntryKind, block_hash: BlockHash) -> None:
-        if self.files is not None and not self.files.is_written(kind, block_hash):
+        if self.files is not None and not self.files.is_written_or_queued(kind, block_hash):
             self._write_queue[kind, block_hash] = None
             if len(self._write_queue) > sum(self._memory.layout.num_slots):
                 self._write_queue.popitem(last=False)
@@ -171,15 +171,15 @@ class HostTier:
         hashes: hashes of the leading blocks that the request need not compute if they are found.
         Returns None if nothing more is found, or if computing is faster.
         """
-        num_blocks = request.num_committed_blocks
-        prefixes = [self.find_prefix(group, hashes, num_blocks, uses_files=uses_files) for uses_files in (True, False)]
+        num_cached = request.num_committed_blocks
+        prefixes = [self.find_prefix(group, hashes, num_cached, uses_files=uses_files) for uses_files in (True, False)]
         for num_prefix_blocks in dict.fromkeys(prefixes):
-            if num_prefix_blocks > num_blocks:
+            if num_prefix_blocks > num_cached:
                 targets = self._list_targets(request, group, hashes[:num_prefix_blocks])
-                if self._is_worth_loading(targets, num_blocks, num_prefix_blocks):
-                    return self._start_transfers(request, group, targets, num_prefix_blocks - num_blocks)
-        if prefixes[0] > num_blocks:
-            self.counters.num_rejected_tokens += (prefixes[0] - num_blocks) * self._block_size
+                if self._is_worth_loading(targets, num_cached, num_prefix_blocks):
+                    return self._start_transfers(request, group, targets, num_prefix_blocks - num_cached)
+        if prefixes[0] > num_cached:
+            self.counters.num_rejected_tokens += (prefixes[0] - num_cached) * self._block_size
         return None
 
     def _list_targets(self, request: RequestState, group: int, hashes: Sequence[BlockHash]) -> list[Target]:
@@ -201,7 +201,7 @@ class HostTier:
             for kind, block_hash, entry in targets
         ]
 
-    def _is_worth_loading(self, targets: Sequence[Target], num_blocks: int, num_prefix_blocks: int) -> bool:
+    def _is_worth_loading(self, targets: Sequence[Target], num_cached_blocks: int, num_prefix_blocks: int) -> bool:
         """Whether loading takes at most as long as computing the tokens, and the host memory has space for the load."""
         copies = [target for target in targets if target.found is None]
         reads = [target for target in copies if target.slot is None]
@@ -209,11 +209,11 @@ class HostTier:
             num_slots = sum(target.kind == kind and not pool.count_holders(target.slot or 0) for target in copies)
             if num_slots > pool.num_free:
                 return False
-        num_tokens = (num_prefix_blocks - num_blocks) * self._block_size
+        num_tokens = (num_prefix_blocks - num_cached_blocks) * self._block_size
         load_s = self._predict_load(sum(self._entry_bytes[target.kind] for target in copies))
         if reads and self.files is not None:
             load_s += self.files.predict_read(sum(self._entry_bytes[target.kind] for target in reads))
-        if load_s <= self.predict_compute(num_blocks * self._block_size, num_tokens):
+        if load_s <= self.predict_compute(num_cached_blocks * self._block_size, num_tokens):
             return True
         self._load_time.reject()
         if self.files is not None:
@@ -221,10 +221,10 @@ class HostTier:
         return False
 
     def _start_transfers(
-        self, request: RequestState, group: int, targets: Sequence[Target], num_blocks: int
+        self, request: RequestState, group: int, targets: Sequence[Target], num_new_blocks: int
     ) -> PrefixLoad:
         load = PrefixLoad(
-            request, group, [], [], [], num_blocks * self._block_size, 0, self._epoch, time.perf_counter()
+            request, group, [], [], [], num_new_blocks * self._block_size, 0, self._epoch, time.perf_counter()
         )
         # First hold the entries that were found, so that the allocations below do not evict them.
         for kind, _, _, found, slot in targets:
@@ -331,7 +331,7 @@ class HostTier:
         for pool in self.pools:
             pool.forget_hashes()
         if self.files is not None:
-            self.files.forget()
+            self.files.remove_all()
 
     def _launch(self, direction: Direction, transfers: list[Transfer], loads: list[PrefixLoad]) -> list[CopyBatch]:
         by_cache: dict[tuple[int, EntryKind], EntryCopies] = {}
@@ -366,7 +366,7 @@ class HostTier:
         while self._write_queue and not files.is_full:
             kind, block_hash = self._write_queue.popitem(last=False)[0]
             slot = self.pools[kind].lookup(block_hash)
-            if slot is not None and not files.is_written(kind, block_hash):
+            if slot is not None and not files.is_written_or_queued(kind, block_hash):
                 self.pools[kind].acquire(slot)
                 files.start_write(kind, block_hash, slot)
         failed_loads: list[PrefixLoad] = []

@@ -1,1 +1,1 @@
-"""Carries plans out on one device."""
+"""Executes the scheduler's step plans on one device."""

@@ -58,8 +58,8 @@ class EntryCopier:
         self._block_parts = [BlockParts(caches) for caches in cache.caches_by_kind]
         host_part = 0 if parallel.splits_requests else parallel.rank
         self._slots = [memory.part(EntryKind(kind), host_part) for kind in range(len(self._block_parts))]
-        # The caches of all layers have parts of an entry. These buffers have whole entries, so that each entry is one
-        # copy between the device and the host.
+        # Each layer's cache has a part of every entry. These buffers have whole entries, so that each entry is one copy
+        # between the device and the host.
         staging_bytes = _count_staging_bytes(cache.layout)
         self._staging = [torch.empty(staging_bytes, dtype=torch.uint8, device=device) for _ in Direction]
         self._queues: list[SimpleQueue[tuple[CopyBatch, torch.cuda.Event] | None]] = [SimpleQueue() for _ in Direction]
@@ -162,7 +162,7 @@ class EntryCopier:
         for start in range(0, len(copies.entries), max_rows):
             entries = self._upload(copies.entries[start : start + max_rows])
             rows = staging[: len(entries) * parts.row_bytes].view(len(entries), -1)
-            host_rows = [slots[slot - 1] for slot in copies.slots[start : start + max_rows]]
+            host_rows = [slots[slot - 1] for slot in copies.slots[start : start + max_rows]]  # slots count from 1
             if direction is Direction.STORE:
                 gather_blocks(parts, entries, rows)
                 for row, host_row in zip(rows, host_rows, strict=True):

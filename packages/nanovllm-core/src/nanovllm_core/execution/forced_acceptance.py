@@ -25,7 +25,7 @@ class ForcedAcceptance:
         probability = find_probability(acceptance_length, table.max_drafts)
         # Whether the draft of each row at each position is kept.
         self._is_kept = torch.rand(table.tokens.shape, generator=generator, device=table.device) < probability
-        # The tokens after a row's last token are its drafts. Make them random: equal tokens choose the same experts.
+        # The tokens after a row's last token are the row's drafts. Equal drafts would all choose the same experts.
         table.tokens.random_(table.vocab_size, generator=generator)
 
     def replace_samples(self, samples: Tensor, table_rows: Tensor, positions: Tensor) -> Tensor:
@@ -38,8 +38,8 @@ class ForcedAcceptance:
         rows, positions = table_rows.long(), positions.clamp(0, self._is_kept.shape[1] - 1).long()
         drafts = self._table.tokens[rows, positions]
         is_kept = self._is_kept[rows, positions]
-        rejecting = torch.where(samples == drafts, (samples + 1) % self._table.vocab_size, samples)
-        return torch.where(is_kept, drafts, rejecting)
+        rejecting_samples = torch.where(samples == drafts, (samples + 1) % self._table.vocab_size, samples)
+        return torch.where(is_kept, drafts, rejecting_samples)
 
 
 def find_probability(acceptance_length: float, max_drafts: int) -> float:

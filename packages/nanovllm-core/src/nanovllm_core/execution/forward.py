@@ -24,7 +24,7 @@ class BatchBounds(NamedTuple):
     """What the host knows about a batch's lengths without waiting for the device, see `plan_batch`.
 
     num_tokens: tokens of the step, including padding.
-    num_decodes: number of requests with one token in the step, which come first; None if unknown.
+    num_decodes: number of requests with one token in the step; None if unknown. These requests come first.
     max_seq_len: maximum context length after the step, in tokens.
     has_only_whole_prompts, has_drafts: see `BatchShape`.
     """

@@ -38,8 +38,8 @@ MIN_FEW_REQUEST_TOKENS = 256
 class GraphShape(NamedTuple):
     """The padded shape of a captured step.
 
-    mode: "full_decode_only" (one graph, only for decodes), "full" (one graph for prompts and decodes) or "piecewise"
-        (several graphs for prompts and decodes).
+    mode: "full_decode_only" (one graph, only for decodes), "full" (one graph for prompts and decodes), "piecewise"
+        (several graphs for prompts and decodes) or "none" (no graph, only to compile kernels).
     has_only_whole_prompts: whether the shape serves only steps whose prompts are whole (none of their tokens is in the
         cache yet), see `BatchShape`.
     has_drafts: whether the shape serves only steps with drafts, in which requests have at most max_query_len tokens.
@@ -147,8 +147,8 @@ def graph_shapes(
     max_drafts: maximum number of drafts per request and step; 0 for no shapes with drafts.
     max_draft_step_tokens: maximum number of tokens of a step with drafts.
     min_whole_prompt_tokens: minimum number of tokens of shapes with `has_only_whole_prompts`; None for no such shapes.
-    proposes_with_model: whether a draft model or a head proposes drafts. If so, there are also shapes in which each
-        request has all its drafts, because the model would compute drafts for requests that only pad a shape.
+    proposes_with_model: whether a draft model or a head proposes drafts. If True, there are also shapes for few
+        requests with all their drafts, because a draft model would compute drafts for padding requests too.
     """
     if mode == "none":
         return []

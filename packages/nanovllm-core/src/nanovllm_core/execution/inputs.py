@@ -74,8 +74,8 @@ class MaskBuffer:
     def new_masks(self, count: int) -> Int32Array:
         """Masks int32 [count, words] that allow every token. The caller restricts the masks and calls `send`."""
         length = self._size + count * self._num_words
-        # The previous transfer may still read the previous buffer, so create a new buffer. numpy fills it with one
-        # thread; torch would use several, which wait for each other on a busy CPU.
+        # The previous transfer may still read the previous buffer, so create a new buffer. numpy fills the buffer with
+        # one thread. torch would use several threads, which wait for each other on a busy CPU.
         self._host_buffer = torch.empty((length,), dtype=torch.int32, pin_memory=self._device_buffer.is_cuda)
         self._host_buffer.numpy().fill(-1)
         return self._host_buffer.numpy()[self._size :].reshape(count, self._num_words)

@@ -22,7 +22,7 @@ from nanovllm_core.execution.proposers import NO_DRAFTS, NgramProposer, Proposer
 from nanovllm_core.execution.request_table import RequestTable, SamplingOps
 from nanovllm_core.model import CausalLM, ForwardContext, ModelSpec, MultiTokenModel
 from nanovllm_core.parallel import ParallelContext
-from nanovllm_core.scheduling.plan import CacheEntryRange
+from nanovllm_core.scheduling.plan import DraftEntryRange
 from nanovllm_kernels.request_tables import BatchInputs, TokenTables, build_inputs, commit_tokens
 
 # Operations that proposing ignores. Rows with penalties have no drafts. The token mask of a draft's position is
@@ -33,7 +33,7 @@ _IGNORED_OPS = int(SamplingOps.PENALTY | SamplingOps.MASK)
 class _CachingProposer(Proposer):
     """Draws drafts one after the other, with cache entries of its own.
 
-    The model later draws with the same random number at the same position, so equal logits give equal tokens.
+    To verify a draft, the model draws with the same random number, so equal logits give equal tokens.
 
     entry_offset: number of positions by which the cache entry of a token precedes the token.
     forward, compute_logits: see `PredictionHead`. cache: caches of the layers that `forward` runs.
@@ -160,7 +160,7 @@ class DraftModelProposer(_CachingProposer):
 
     can_lag = True
 
-    def compute_late_draft_entries(self, entries: Sequence[CacheEntryRange]) -> None:
+    def compute_late_draft_entries(self, entries: Sequence[DraftEntryRange]) -> None:
         """See `Proposer.compute_late_draft_entries`."""
         # Attention expects requests with one token first.
         rows, firsts, lengths = np.array(sorted(entries, key=lambda entry: entry.num_tokens != 1), np.int32).T

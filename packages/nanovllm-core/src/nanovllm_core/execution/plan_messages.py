@@ -10,7 +10,7 @@ from nanovllm_core.parallel.plan_ring import PlanWriter
 from nanovllm_core.sampling_params import SamplingParams
 from nanovllm_core.scheduling.plan import (
     BatchShape,
-    CacheEntryRange,
+    DraftEntryRange,
     NewBlocks,
     NewRow,
     NewState,
@@ -83,7 +83,7 @@ class PlanMessage(msgspec.Struct, frozen=True, array_like=True, tag=True):
     max_seq_len: int
     prompt_logprobs_ranges: list[PromptLogprobsRange]
     num_masks: int
-    late_draft_entries: list[CacheEntryRange]
+    late_draft_entries: list[DraftEntryRange]
 
 
 class CopyMessage(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -151,7 +151,7 @@ class PlanDecoder:
                 np.frombuffer(rows, np.int64), np.frombuffer(num_tokens, np.int64), np.frombuffer(is_sampled, np.bool_)
             )
         if self._last_scheduled is None:
-            raise ValueError("the first plan has no rows")
+            raise ValueError("the first plan refers to the rows of an earlier plan")
         plan = StepPlan(
             message.step_number,
             [new.to_row() for new in message.new_rows],

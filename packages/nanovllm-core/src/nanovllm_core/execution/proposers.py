@@ -8,7 +8,7 @@ from torch import Tensor
 from nanovllm_core.execution.forward import StepTokens
 from nanovllm_core.execution.inputs import DeviceRows
 from nanovllm_core.execution.request_table import RequestTable, SamplingOps
-from nanovllm_core.scheduling.plan import CacheEntryRange
+from nanovllm_core.scheduling.plan import DraftEntryRange
 from nanovllm_kernels.request_tables import TokenTables, propose_ngrams
 
 # `NgramProposer` searches for the last n tokens of a request earlier in the request. Minimum and maximum of n.
@@ -35,7 +35,7 @@ class Proposer(ABC):
     uses_cache = can_lag = reads_step = False
 
     def captured_ops(self, *, may_propose: bool) -> tuple[int, ...]:
-        """Values of `ops` for which graphs are captured, least work first, see `select_graph`.
+        """Values of `ops` for which graphs are captured: least work first, but NO_DRAFTS last. See `select_graph`.
 
         may_propose: whether a step of the captured shape may propose drafts that take time.
         """
@@ -55,9 +55,9 @@ class Proposer(ABC):
         num_tokens: maximum number of entries that a call of `compute_late_draft_entries` computes.
         """
         if self.can_lag:
-            self.compute_late_draft_entries([CacheEntryRange(0, 0, num_tokens)])
+            self.compute_late_draft_entries([DraftEntryRange(0, 0, num_tokens)])
 
-    def compute_late_draft_entries(self, entries: Sequence[CacheEntryRange]) -> None:
+    def compute_late_draft_entries(self, entries: Sequence[DraftEntryRange]) -> None:
         """Compute the cache entries of earlier tokens, see `StepPlan.late_draft_entries`. Never captured."""
         raise NotImplementedError(
             f"{type(self).__name__} computes all cache entries in the step: do not call compute_late_draft_entries"

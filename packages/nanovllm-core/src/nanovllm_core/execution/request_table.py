@@ -58,7 +58,7 @@ class StepInputs:
     If ranks have different requests, an index of a request is an index among the requests of all ranks, in the order of
     `ParallelContext.gather_requests`. If not, each rank has all requests.
 
-    device_rows: this rank's requests. Only if ranks have different requests, there may be padding.
+    device_rows: this rank's requests, with padding only if ranks have different requests.
     query_lens: int64 [n], number of tokens that the step computes for each of this rank's requests, without padding.
     sampling_indices: int64 [n], indices of the requests that sample, in the plan's order. In a step with drafts,
         indices of these requests' first tokens in the step.

@@ -40,7 +40,7 @@ class Constraint:
     allowed_mask: allows `allowed_token_ids` and tokens that end a grammar, see `make_mask`; None to allow all ids.
     num_launched_outputs: number of output tokens after all launched steps, if no draft is rejected.
     output_ids: the output tokens. In a constraint made by `fork`, drafts follow the output tokens.
-    draft_ids: the drafts that the token table had for this row when the row's last step finished.
+    draft_ids: the drafts that the request table had for this row when the row's last step finished.
     match_s: seconds spent in matcher calls for this row. Calls for several rows do not count.
     failure: why the row cannot sample a token; None if it can.
     """

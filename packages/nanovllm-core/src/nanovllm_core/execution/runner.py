@@ -29,7 +29,7 @@ from nanovllm_core.parallel import ParallelContext
 from nanovllm_core.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 from nanovllm_core.scheduling.plan import (
     BatchShape,
-    CacheEntryRange,
+    DraftEntryRange,
     NewBlocks,
     NewRow,
     PromptLogprobsRange,
@@ -210,7 +210,7 @@ class Runner:
         shape = BatchShape(
             num_reqs, sum(lengths), None if num_drafts else 1, has_drafts=bool(num_drafts), proposes=proposes
         )
-        late_entries = [CacheEntryRange(0, 0, min(num_late, self.max_model_len))] if num_late else []
+        late_entries = [DraftEntryRange(0, 0, min(num_late, self.max_model_len))] if num_late else []
         plan = self._make_dummy_plan(lengths, _GREEDY, shape=shape, late_draft_entries=late_entries)
         num_steps = 3
         if num_steps * lengths[0] + self._config.max_drafts <= self.max_model_len:
@@ -230,8 +230,8 @@ class Runner:
     def launch(self, plan: StepPlan, num_masks: int | None = None) -> StepHandle:
         """Launch a step. On CUDA the host waits for the previous step only if a token mask depends on that step.
 
+        A token mask has the tokens that a row may sample.
         If `config.forbid_sync` is set, any other wait for the device raises RuntimeError.
-        A token mask has the tokens that a grammar allows.
         num_masks: number of token masks that rank 0 broadcasts; None on rank 0.
         """
         start = time.perf_counter()
@@ -332,11 +332,11 @@ class Runner:
         *,
         context_len: int = 0,
         shape: BatchShape | None = None,
-        late_draft_entries: Sequence[CacheEntryRange] = (),
+        late_draft_entries: Sequence[DraftEntryRange] = (),
     ) -> StepPlan:
         """The plan of a step that reads and writes the null block only.
 
-        Each group of requests has the same random tokens: equal tokens would choose the same experts.
+        The tokens are random, because equal tokens would choose the same experts. All groups have the same tokens.
 
         lengths: numbers of tokens to compute, one per request, in rising order.
         context_len: number of cached tokens before these tokens.
@@ -375,7 +375,7 @@ def start_runner(spec: ModelSpec, config: ResolvedConfig, parallel: ParallelCont
     with log_phase("compile"):
         runner.warm_up()
     with log_phase("memory"):
-        # All ranks have the same blocks, so the rank with the least memory decides.
+        # All ranks have the same number of blocks, so the rank with the least memory decides.
         free_bytes = parallel.minimum(runner.measure_free_bytes(), runner.device)
         runner.allocate(plan_cache(config, runner.cache.layout, free_bytes))
     with log_phase("capture"):

@@ -20,18 +20,18 @@ class VocabEmbedding(WeightedModule):
     If ranks have different requests, each rank has the whole table.
 
     weight: [rows of this rank, hidden_size].
-    head_weight: rows of `weight` that are this rank's weight of the output head, if the head uses this table.
+    head_weight: rows of `weight` that a tied output head uses on this rank.
     """
 
     def __init__(self, vocab_size: int, hidden_size: int, build: BuildContext):
         super().__init__(build)
         self._parallel = build.for_attention().parallel
         self._shape = (vocab_size, hidden_size)
-        rows_per_head = -(-vocab_size // build.parallel.size)
-        self._rows_per_rank = rows_per_head * build.parallel.num_request_groups
+        head_rows_per_rank = -(-vocab_size // build.parallel.size)
+        self._rows_per_rank = head_rows_per_rank * build.parallel.num_request_groups
         self.weight = self.allocate(self._rows_per_rank, hidden_size).zero_()
         is_whole = build.parallel.splits_requests
-        self.head_weight = self.weight[own_slice(build.parallel, rows_per_head)] if is_whole else self.weight
+        self.head_weight = self.weight[own_slice(build.parallel, head_rows_per_rank)] if is_whole else self.weight
         self._out_dtype = residual_dtype(build.dtype, build.device, hidden_size)
 
     def forward(self, input_ids: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ class GatedQKVLinear(ColumnParallelLinear):
     """Projects [T, hidden_size] to this rank's queries, keys, values and gates, in this order, in one matmul.
 
     For each head, the checkpoint's `q_proj` holds the rows of the query, then the rows of the gate.
-    Raises ValueError if the ranks can't share the heads evenly.
+    Raises ValueError if the ranks can't share the heads (see `LinearPart.own_rows`).
 
     quantization: format of the weight; requires a `head_dim` that is a multiple of 128. None for the model's dtype.
     """

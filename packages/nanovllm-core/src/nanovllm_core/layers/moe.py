@@ -201,7 +201,9 @@ class Experts(WeightedModule):
                 (num_experts, 2, width_blocks, hidden_blocks), dtype=torch.float32, device=build.device
             )
             scales2 = torch.empty((num_experts, hidden_blocks, width_blocks), dtype=torch.float32, device=build.device)
-        self.weights = pack_experts(w13, w2, scales13, scales2, first_id=self._own_ids.start, num_all=self._num_experts)
+        self.weights = pack_experts(
+            w13, w2, scales13, scales2, first_id=self._own_ids.start, num_all_experts=self._num_experts
+        )
 
     def forward(self, x: Tensor, weights: Tensor, ids: Tensor, stream: ResidualStream) -> ResidualStream:
         """Apply the chosen experts to x [T, hidden_size], and add the weighted sum of their results to `stream`.

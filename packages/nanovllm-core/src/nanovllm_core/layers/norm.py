@@ -43,7 +43,7 @@ class RMSNorm(WeightedModule):
         """[T, size] -> [T, size]."""
         return rms_norm(x, self.packed_weight, self.eps, self.dtype)
 
-    def resolve(self, stream: ResidualStream) -> "tuple[Tensor, Tensor, RMSNorm | None]":
+    def add_partials(self, stream: ResidualStream) -> "tuple[Tensor, Tensor, RMSNorm | None]":
         """Add the ranks' partial results to a residual stream, and return the input of the next layer.
 
         Returns (residual stream [T, size], input [T, size], norm). The next layer must apply `norm` to the input.
@@ -60,20 +60,20 @@ class RMSNorm(WeightedModule):
         )
         return residual, rows, None
 
-    def resolve_for_all_ranks(self, stream: ResidualStream) -> "tuple[Tensor, Tensor, RMSNorm | None]":
-        """Like `resolve`, for a feed-forward layer.
+    def add_partials_and_gather_requests(self, stream: ResidualStream) -> "tuple[Tensor, Tensor, RMSNorm | None]":
+        """Like `add_partials`, for a feed-forward layer.
 
         If ranks have different requests, each rank computes the rows of all ranks in such a layer. The input is then
         [ranks * T, size], see `ParallelContext.gather_requests`.
         """
-        residual, rows, norm = self.resolve(stream)
+        residual, rows, norm = self.add_partials(stream)
         if norm is None or not self._parallel.splits_requests:
             return residual, rows, norm
         return residual, self._parallel.gather_requests(norm.forward(rows)), None
 
     def normalize(self, stream: ResidualStream) -> Tensor:
         """Add the ranks' partial results to a residual stream, and return the normalised stream [T, size]."""
-        _, rows, norm = self.resolve(stream)
+        _, rows, norm = self.add_partials(stream)
         return rows if norm is None else norm.forward(rows)
 
     def weight_slots(self, layer_name: str) -> Iterator[tuple[str, WeightSlot]]:

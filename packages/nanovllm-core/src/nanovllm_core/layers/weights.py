@@ -87,7 +87,7 @@ def load_weights(
         if shape != slot.shape:
             raise WeightError(f"tensor {name} has shape {list(shape)}, but the model expects {list(slot.shape)}")
         if not slot.accepts(tensor.dtype):
-            expected = "floating-point numbers of 16 or 32 bits" if slot.dtype is None else _dtype_name(slot.dtype)
+            expected = "floating-point numbers of 16 bits or more" if slot.dtype is None else _dtype_name(slot.dtype)
             raise WeightError(f"tensor {name} is of {_dtype_name(tensor.dtype)}, but the model expects {expected}")
         slot.copy(tensor)
         filled_names.add(name)

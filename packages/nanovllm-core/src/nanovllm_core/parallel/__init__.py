@@ -124,7 +124,7 @@ class ParallelContext:
         return self.communicator.exchange_columns(_pad_rows(x, -(-x.shape[0] // self.size) * self.size))
 
     def broadcast(self, x: Tensor, source: int = 0) -> None:
-        """Overwrite `x` on every rank by the values of rank `source`."""
+        """Overwrite `x` on every rank with the values of rank `source`."""
         if self.communicator is not None:
             self.communicator.broadcast(x, source)
 

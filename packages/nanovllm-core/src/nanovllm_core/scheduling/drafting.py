@@ -2,22 +2,22 @@
 
 A proposer, such as a draft model, proposes tokens (drafts). A step verifies drafts: the model computes the request's
 last token and the drafts, and the step keeps the drafts that equal the sampled tokens. A draft model has a KV cache.
-Its entry of a token is late if the step that computed the token left the entry out. Proposing needs all entries.
+A cache entry is late if the step that computed its token left the entry out. Proposing needs all entries.
 """
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nanovllm_core.scheduling.draft_times import DecodeTimes, DraftLimits, DraftTimes
-from nanovllm_core.scheduling.plan import CacheEntryRange, DraftResults, RowIndices, ScheduledRows
+from nanovllm_core.scheduling.plan import DraftEntryRange, DraftResults, RowIndices, ScheduledRows
 from nanovllm_core.scheduling.rows import RowTable
 from nanovllm_core.scheduling.step_time import StepTimeModel, StepWork
 
 # The acceptance is the share of drafts that are accepted. The acceptance of all requests is a moving average, which
 # begins with this value.
 _FIRST_ACCEPTANCE = 0.7
-# Weight in this average of a step that tests at least this number of drafts. With fewer drafts, the weight is
-# proportionally lower.
+# A step that tests at least _FULL_WEIGHT_TRIALS drafts has the weight _STEP_WEIGHT in this average. With fewer drafts,
+# the weight is proportionally lower.
 _STEP_WEIGHT = 0.2
 _FULL_WEIGHT_TRIALS = 16
 # Limits of one step's acceptance.
@@ -28,8 +28,8 @@ _ACCEPTANCE_DECAY = 0.9
 # Drafts pay if they raise the number of output tokens per second. A probe is a step that measures the acceptance by
 # proposing drafts that are not expected to pay. Probes take at most this share of the time.
 _PROBE_SHARE = 0.005
-# Probes may use unused time later, at most the time of this number of steps without drafts. Probes can therefore go on
-# after a few wrong drafts.
+# Time that probes do not use is saved for later probes, up to the time of this number of steps without drafts. Probes
+# can therefore continue after a few wrong drafts.
 _MAX_PROBE_BUDGET = 2.0
 # To decide whether computing late entries pays, the planner spreads the computing time over this number of steps.
 _LATE_ENTRY_STEPS = 64
@@ -55,7 +55,7 @@ class DraftPlanner:
 
     def plan_proposals(
         self, scheduled: ScheduledRows, num_computed_tokens: NDArray[np.int64], work: StepWork, *, has_prompts: bool
-    ) -> tuple[bool, list[CacheEntryRange], NDArray[np.bool_]]:
+    ) -> tuple[bool, list[DraftEntryRange], NDArray[np.bool_]]:
         """Choose whether a step proposes drafts: if drafts should pay, or as a probe. Updates `RowTable.draft_lag`.
 
         num_computed_tokens: see `ScheduledStep`.
@@ -68,7 +68,7 @@ class DraftPlanner:
             # The lag may include rejected drafts, so limit the lag to the number of computed tokens.
             lag = np.minimum(table.draft_lag[rows] + num_tokens, num_computed_tokens)
         # If the last step proposed drafts, `draft_lag` was -1, so that lag < num_tokens. Then no entry is late.
-        # Proposing computes the entries of the new token and of the token before it. `lag` counts only the latter.
+        # Proposing itself computes the entries of the last two tokens. `lag` counts only the first of these tokens.
         num_late = np.where(lag < num_tokens, 0, np.maximum(lag - 1, 0))
         proposes, num_computed_late = not limits.uses_cache, np.zeros_like(rows)
         # Propose nothing if the next step may be unable to verify drafts.
@@ -77,7 +77,7 @@ class DraftPlanner:
         has_proposals = is_sampled & table.can_draft[rows] & (num_computed_late == num_late) & proposes
         table.draft_lag[rows] = np.where(has_proposals, -1, lag - num_computed_late)
         ranges = np.stack((rows, num_computed_tokens - lag, num_computed_late), 1)[num_computed_late > 0]
-        return proposes, [CacheEntryRange(*entries) for entries in ranges.tolist()], has_proposals
+        return proposes, [DraftEntryRange(*entries) for entries in ranges.tolist()], has_proposals
 
     def _choose_proposals(
         self, rows: RowIndices, num_late: NDArray[np.int64], work: StepWork

@@ -41,7 +41,7 @@ class SchedulerCounters:
 
 
 class LoadedRequest(NamedTuple):
-    """A request that holds all blocks of its prompt, and can start in `group`. num_cached_tokens: loaded or found."""
+    """A request that holds all its blocks, and can start in `group`. num_cached_tokens: see `CacheManager.readmit`."""
 
     request: RequestState
     group: int
@@ -101,8 +101,8 @@ class RequestLifecycle:
     def start_load(self, request: RequestState, group: int) -> bool:
         """Load more of the prefix of a request that `CacheManager.admit` has admitted to `group`.
 
-        Returns False if no load was started. If True, the request waits for the load. Then `loaded` has the request, or
-        the request returns to the queue, if the load failed or too few state slots are free.
+        Returns whether a load was started. When the load has ended, `loaded` has the request. If the load failed, or
+        if the request can't be admitted again, the request returns to the queue instead.
         """
         load = self.caches[group].start_load(request)
         if load is None:
@@ -135,7 +135,7 @@ class RequestLifecycle:
                 self.counters.num_cached_tokens += num_cached_tokens
 
     def give_up_load(self, group: int) -> bool:
-        """Free the blocks of a request of `loaded`, and queue it again. Returns False if `group` has none."""
+        """Free the blocks of a request in `loaded`, and queue the request again. Returns False if `group` has none."""
         found = next((loaded for loaded in reversed(self.loaded.values()) if loaded.group == group), None)
         if found is None:
             return False

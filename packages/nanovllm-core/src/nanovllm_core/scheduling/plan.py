@@ -23,7 +23,7 @@ class BatchShape(NamedTuple):
     num_reqs: number of requests in the group with the most requests (see `Scheduler`).
     num_tokens: number of tokens in the group with the most tokens.
     query_len: number of tokens per request; None if this number differs between requests, or if the step has drafts.
-    has_only_whole_prompts: whether the step has prompts, and computes each of them from its first token on.
+    has_only_whole_prompts: whether the step has prompts, and each chunk of several tokens starts at position 0.
     has_drafts: whether the step consists of decodes with drafts. A request's tokens after the first are then drafts,
         and the step samples a token after every token.
     proposes: with speculation, whether the step proposes drafts for the next step.
@@ -100,7 +100,7 @@ class NewRow:
     prediction_ids: TokenIds = field(default_factory=lambda: as_token_ids(()))
 
 
-class CacheEntryRange(NamedTuple):
+class DraftEntryRange(NamedTuple):
     """Consecutive tokens of a row. start: position of the first token."""
 
     row: int
@@ -140,7 +140,7 @@ class StepPlan:
     shape: BatchShape
     max_seq_len: int
     prompt_logprobs_ranges: list[PromptLogprobsRange] = field(default_factory=list[PromptLogprobsRange])
-    late_draft_entries: list[CacheEntryRange] = field(default_factory=list[CacheEntryRange])
+    late_draft_entries: list[DraftEntryRange] = field(default_factory=list[DraftEntryRange])
 
 
 class RequestColumns(NamedTuple):
@@ -175,7 +175,7 @@ class DraftResults(NamedTuple):
 
     num_tokens: int64 [n], number of new tokens of each row: the accepted drafts and one further token.
     num_proposed: int64 [n], number of drafts that are proposed for the row's next step.
-    draft_ids: int32 [n, max_drafts], tokens after the row's last token: drafts of this step or of earlier steps.
+    draft_ids: int32 [n, max_drafts], tokens after the row's last token, which this step or earlier steps proposed.
     """
 
     num_tokens: NDArray[np.int64]

@@ -10,7 +10,7 @@ from nanovllm_core.request_state import RequestState
 from nanovllm_core.scheduling.budget import StepBudget, StepLimits
 from nanovllm_core.scheduling.lifecycle import RequestLifecycle
 from nanovllm_core.scheduling.plan import NewBlocks, NewRow, NewState
-from nanovllm_core.scheduling.request_order import request_class
+from nanovllm_core.scheduling.request_order import service_class
 from nanovllm_core.scheduling.step_time import StepTimeModel, StepWork
 
 MAX_WAITING_CANDIDATES = 64  # maximum number of waiting requests that one search for candidates considers
@@ -18,7 +18,7 @@ MAX_WAITING_CANDIDATES = 64  # maximum number of waiting requests that one searc
 CHUNK_UNIT_TOKENS = 16
 # Every RETRY_INTERVAL_SEARCHES-th search retries requests that lacked blocks: their prefix may be cached by then.
 RETRY_INTERVAL_SEARCHES = 16
-# On average the oldest prompt of the first service class (see `request_class`) gets at least this share of the
+# On average the oldest prompt of the first service class (see `service_class`) gets at least this share of the
 # time for prompts.
 MIN_OLDEST_SHARE = 0.25
 # Once this many other requests have been admitted while a request waits for free blocks, only requests of earlier
@@ -26,7 +26,7 @@ MIN_OLDEST_SHARE = 0.25
 MAX_BYPASSES = 32
 # A group (see `Scheduler`) is overloaded if it has over MAX_GROUP_IMBALANCE more running requests than the emptiest
 # group. A request prefers groups that are not overloaded, because steps take as long as the largest group needs. Among
-# these groups it prefers the group that has cached most of its prompt.
+# these groups, the request prefers the group that has cached most of the prompt.
 MAX_GROUP_IMBALANCE = 4
 
 
@@ -98,9 +98,9 @@ class PromptScheduler:
             for work in decode_works
         ]
         candidates.sort(key=self._service_order)
-        first_class = request_class(candidates[0].request)
+        first_class = service_class(candidates[0].request)
         oldest = min(
-            (candidate for candidate in candidates if request_class(candidate.request) == first_class),
+            (candidate for candidate in candidates if service_class(candidate.request) == first_class),
             key=lambda candidate: candidate.request.client_request.arrival_time,
         )
         if self._num_unfair_steps >= 1 / MIN_OLDEST_SHARE - 1:
@@ -219,7 +219,7 @@ class PromptScheduler:
     def _service_order(self, candidate: _Candidate) -> tuple[tuple[int, int], float, int, float]:
         request, start, end = candidate
         remaining_s = self._step_time_model.chunk_seconds(start, end - start)
-        return request_class(request), remaining_s, end - start, request.client_request.arrival_time
+        return service_class(request), remaining_s, end - start, request.client_request.arrival_time
 
     def _must_wait(self, request: RequestState) -> bool:
         """Whether `request` must wait for free blocks, or for a request that too many others have overtaken."""
@@ -233,7 +233,7 @@ class PromptScheduler:
         blocked = self._blocked_request
         if blocked is None or request is blocked or self._num_bypasses < MAX_BYPASSES:
             return False
-        return request_class(request) >= request_class(blocked)
+        return service_class(request) >= service_class(blocked)
 
     def _admit(
         self, request: RequestState, group: int, budget: StepBudget, prompts: ScheduledPrompts

@@ -5,14 +5,14 @@ from nanovllm_core.request_state import RequestState
 SortKey = tuple[int, int, float]
 
 
-def request_class(request: RequestState) -> tuple[int, int]:
-    """The service class. Preempted requests come first. Within each group, lower priority numbers come first."""
+def service_class(request: RequestState) -> tuple[int, int]:
+    """The service class. Preempted requests come before all others. Then lower priority numbers come first."""
     return (0 if request.num_preemptions else 1, request.client_request.priority)
 
 
 def admission_order(request: RequestState) -> SortKey:
     """Sort key of waiting requests: service class, then arrival."""
-    return (*request_class(request), request.client_request.arrival_time)
+    return (*service_class(request), request.client_request.arrival_time)
 
 
 def urgency_order(request: RequestState) -> tuple[int, float]:

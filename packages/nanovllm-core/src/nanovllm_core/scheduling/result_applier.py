@@ -102,7 +102,7 @@ class ResultApplier:
     def _register_full_blocks(self, step: ScheduledStep, results: StepResults) -> None:
         """Register the blocks that a step filled. A finished request's blocks are registered when it is released."""
         rows, block_size, scheduled = self._rows, self._block_size, step.plan.scheduled
-        # A token that this step sampled has no cache entry yet. The next step computes it.
+        # A token that this step sampled has no cache entry yet. The next step computes the entry.
         num_computed_tokens = np.where(
             scheduled.is_sampled, rows.num_host_tokens[scheduled.rows] - 1, step.num_computed_tokens
         )

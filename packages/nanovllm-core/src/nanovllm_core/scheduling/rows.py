@@ -30,7 +30,7 @@ class RowTable:
         draft; at most num_tokens.
     capacity: number of tokens for which the request's blocks have space.
     num_steps_in_flight: number of unfinished steps that compute the row.
-    draft_lag: number of computed tokens, at most, that the proposer of drafts has not processed yet. -1 if the last
+    draft_lag: maximum number of computed tokens that the proposer of drafts has not processed yet. -1 if the last
         scheduled step proposes drafts for the request: the proposer then has also processed the newly sampled token.
     num_proposed, first_draft_ids: number of drafts that the last finished step proposed, and the first of these drafts.
     draft_trials, draft_successes: float64 [rows], numbers of verified and of accepted drafts. Older drafts weigh less.

@@ -18,7 +18,7 @@ from nanovllm_core.scheduling.drafting import DraftPlanner
 from nanovllm_core.scheduling.lifecycle import RequestLifecycle
 from nanovllm_core.scheduling.plan import (
     BatchShape,
-    CacheEntryRange,
+    DraftEntryRange,
     NewBlocks,
     PromptLogprobsRange,
     RowIndices,
@@ -204,12 +204,12 @@ class Scheduler:
             return decode_rows
         return self._select_decodes_by_urgency(cache, decode_rows, new_blocks)
 
-    def _allocate_drafts(self, decode_rows: RowIndices, num_drafts: RowIndices, new_blocks: NewBlocks) -> bool:
+    def _allocate_drafts(self, decode_rows: RowIndices, num_drafts: NDArray[np.int64], new_blocks: NewBlocks) -> bool:
         """Allocate the blocks of drafts. Returns False if too few blocks are free."""
         requests = self.rows.requests_of(decode_rows[self._lack_space(decode_rows, num_drafts)])
         return not requests or self._add_blocks(self.caches[0], requests, new_blocks)
 
-    def _lack_space(self, decode_rows: RowIndices, num_drafts: RowIndices | int) -> NDArray[np.bool_]:
+    def _lack_space(self, decode_rows: RowIndices, num_drafts: NDArray[np.int64] | int) -> NDArray[np.bool_]:
         """Whether each row lacks space for the tokens that the step computes and for the drafts that it proposes."""
         rows, limits = self.rows, self._draft_limits
         num_needed = rows.num_tokens[decode_rows] + num_drafts
@@ -286,7 +286,7 @@ class Scheduler:
         decode_rows: RowIndices,
         decode_works: Sequence[StepWork],
         prompts: ScheduledPrompts,
-        num_drafts: RowIndices | None,
+        num_drafts: NDArray[np.int64] | None,
     ) -> ScheduledStep:
         """Make the step. Updates `rows` as if the step had already computed and sampled its tokens.
 
@@ -310,7 +310,7 @@ class Scheduler:
         rows.num_tokens[row_indices] += is_sampled if num_drafts is None else tokens_per_row
         rows.num_steps_in_flight[row_indices] += 1
         max_group_reqs, work = self._measure_largest_group(decode_works, chunks, chunk_ranges)
-        proposes, late_draft_entries, has_proposals = False, list[CacheEntryRange](), is_sampled
+        proposes, late_draft_entries, has_proposals = False, list[DraftEntryRange](), is_sampled
         if self.draft_planner is not None:
             proposes, late_draft_entries, has_proposals = self.draft_planner.plan_proposals(
                 scheduled, num_computed_tokens, decode_works[0], has_prompts=bool(chunks)

@@ -21,7 +21,7 @@ class TransferError(Exception):
     """A copy failed. The entries are then computed."""
 
 
-class EntryCopy(NamedTuple):
+class PeerCopy(NamedTuple):
     """A copy of one entry. source_slot, target_slot: slots in the memories of the peer and of this engine.
 
     payload: the entry's bytes if the connection carries them, else None.
@@ -39,7 +39,7 @@ class Carrier(ABC):
     name: TransferCarrier
 
     @abstractmethod
-    def copy(self, copies: Sequence[EntryCopy]) -> None:
+    def copy(self, copies: Sequence[PeerCopy]) -> None:
         """Copy entries. Runs on any thread. When this method ends, no copy is in progress.
 
         Raises TransferError, and CopyInProgressError if the slots must never be used again.
@@ -58,7 +58,7 @@ class TcpCarrier(Carrier):
     def __init__(self, memory: HostMemory):
         self._memory = memory
 
-    def copy(self, copies: Sequence[EntryCopy]) -> None:
+    def copy(self, copies: Sequence[PeerCopy]) -> None:
         """See `Carrier.copy`."""
         for kind, _, target_slot, payload in copies:
             target = self._memory.slot(kind, target_slot)
@@ -90,16 +90,16 @@ class SharedMemoryCarrier(Carrier):
             os.close(descriptor)
         marker_end = remote.marker_offset + len(remote.marker)
         if bytes(self._view[remote.marker_offset : marker_end]) != remote.marker:
-            raise OSError("the file descriptor of the peer's memory belongs to another memory")
+            raise OSError("the file descriptor shows the memory of another engine (its marker differs)")
 
-    def copy(self, copies: Sequence[EntryCopy]) -> None:
+    def copy(self, copies: Sequence[PeerCopy]) -> None:
         """See `Carrier.copy`."""
         for kind, source_slot, target_slot, _ in copies:
             target = self._memory.slot(kind, target_slot)
             start = self._offsets[kind] + (source_slot - 1) * target.nbytes
             source = self._view[start : start + target.nbytes]
             if source_slot < 1 or source.nbytes != target.nbytes:
-                raise TransferError("the slot is outside the mapped memory, or the carrier is closed")
+                raise TransferError(f"{kind} slot {source_slot} is outside the mapped memory, or the carrier is closed")
             _copy_bytes(source, target)
 
     def close(self) -> None:
@@ -119,7 +119,7 @@ class NixlCarrier(Carrier):
         self._remote = remote
         self._peer = agent.add_peer(remote.nixl_metadata)
 
-    def copy(self, copies: Sequence[EntryCopy]) -> None:
+    def copy(self, copies: Sequence[PeerCopy]) -> None:
         """See `Carrier.copy`."""
         sources: list[tuple[int, int, int]] = []
         targets: list[tuple[int, int, int]] = []

@@ -1,17 +1,17 @@
-"""Decides whether a fetch of a prompt should be fast enough, from the times of earlier fetches."""
+"""Predicts from the times of earlier fetches whether a fetch of a prompt is fast enough."""
 
-# A fetch may take this many times as long as the steps of this engine, because a fetch delays no running request.
+# Largest predicted ratio at which a fetch starts. It is above 1, because a fetch delays no running request.
 MAX_FETCH_RATIO = 2.0
 # Weight of the newest fetch in the estimate.
 _NEWEST_WEIGHT = 0.5
 # Each decision against a fetch multiplies the estimate by this factor, so that fetches are tried again.
 _DECAY_WITHOUT_FETCHES = 0.95
-# Largest ratio of one fetch. After slow fetches, at most 27 prompts are computed before the next fetch.
+# Largest ratio of one fetch. After slow fetches, at most 28 prompts are computed before the next fetch.
 _MAX_RATIO = 8.0
 
 
 class FetchTimes:
-    """How many times as long fetches take as the steps that they replace.
+    """Estimates the ratio of a fetch: its time divided by the time of the steps that would compute the tokens.
 
     There is one estimate for each power of two of the number of tokens. Short prompts have a large ratio, because every
     fetch has a fixed cost. If the peer is overloaded, all ratios grow. The first fetch of each power of two is

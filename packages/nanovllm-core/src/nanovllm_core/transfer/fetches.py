@@ -118,12 +118,12 @@ class FetchPlanner:
         self._tier = tier
         self._slot_bytes = slot_bytes
         self._prefill_peer = prefill_peer
-        # By `PrefixFetch.peer_computes`.
+        # Keys are values of `PrefixFetch.peer_computes`.
         self._fetch_times = {True: FetchTimes(), False: FetchTimes()}
         self._fetches: dict[int, PrefixFetch] = {}
 
     def plan(self, request: RequestState, is_peer_ready: Callable[[str], bool]) -> PrefixFetch | None:
-        """Start a fetch for a new request, if this is worthwhile. The request must then wait for `finish`."""
+        """Plan a fetch for a new request, which must then wait for `finish`; None if no fetch is worthwhile."""
         peer = request.client_request.prefix_peer or self._prefill_peer
         if peer is None:
             return None
@@ -178,7 +178,7 @@ class FetchPlanner:
         return any(pool.lookup(block_hash) is not None for pool in pools)
 
     def _touch(self, hashes: Sequence[bytes | int]) -> None:
-        """Keep the allocations for a fetch from evicting the entries that the prompt already has."""
+        """Make the entries that the prompt already has the last to be evicted, because a fetch allocates slots."""
         for kind, pool in enumerate(self._tier.pools):
             for block_hash in reversed(hashes if kind == EntryKind.BLOCK else hashes[-1:]):
                 if (slot := pool.lookup(block_hash)) is not None:
@@ -221,7 +221,7 @@ class FetchPlanner:
             self._tier.pools[kind].release([slot])
 
     def abort(self, key: int) -> PrefixFetch | None:
-        """The fetch of an aborted request, which must be ended; None if the request has no fetch."""
+        """The fetch of an aborted request, which the caller must end; None if the request has no fetch."""
         if (fetch := self._fetches.get(key)) is not None:
             fetch.request.status = RequestStatus.FINISHED
         return fetch
@@ -229,5 +229,5 @@ class FetchPlanner:
 
 def _as_bytes(block_hash: bytes | int) -> bytes:
     if isinstance(block_hash, int):
-        raise TypeError("fetches need hashes of SHA-256")
+        raise TypeError("prefix hashes are integers, but fetches need SHA-256 hashes: set prefix_hash to 'sha256'")
     return block_hash

@@ -1,4 +1,4 @@
-"""Holds entries of the host memory for other engines. All calls come from the engine's thread."""
+"""Leases entries of the host memory to other engines, one lease per fetch. All calls come from the engine's thread."""
 
 import time
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from nanovllm_core.scheduling.scheduler import Scheduler
 from nanovllm_core.token_ids import TokenIds
 from nanovllm_core.transfer.messages import Fetch, ReadyEntry
 
-# Keys of the requests that compute prompts for other engines. Keys of clients are smaller.
+# First key of requests that compute prompts for other engines. Keys of clients' requests are smaller.
 FIRST_REQUEST_KEY = 1 << 62
 # A fetch holds at most MAX_HELD_BYTES, and at most MAX_HELD_SHARE of the host memory. It may always hold one entry.
 MAX_HELD_BYTES = 256 << 20
@@ -27,7 +27,7 @@ MAX_LEASES = 256  # further fetches find no entries
 
 
 class LeaseUpdate(NamedTuple):
-    """What the server tells a client. number: the lease's number. entries, kinds: entries that are now held.
+    """An update of a lease, for its client. number: the lease's number. entries, kinds: entries that are now held.
 
     num_missing: number of entries that the client does not get; None if more entries may follow.
     serve_s: seconds since the start of the lease.
@@ -105,7 +105,7 @@ class LeaseTable:
         is_known = self._tier.pools[kind].lookup(block_hash) is not None
         for group, cache in enumerate(self._scheduler.caches):
             if cache.pools[kind].lookup(block_hash) is not None:
-                self._tier.keep(group, kind, block_hash)
+                self._tier.queue_store(group, kind, block_hash)
                 is_known = True
         return is_known
 
@@ -140,7 +140,7 @@ class LeaseTable:
         self._scheduler.reset_prefix_cache()
 
     def poll(self) -> list[LeaseUpdate]:
-        """Hold entries that are ready, and end leases whose entries were all received."""
+        """Hold entries that are ready, and end leases whose entries were all received. Returns updates for clients."""
         updates: list[LeaseUpdate] = []
         for number, lease in list(self._leases.items()):
             while not lease.has_announced_end:

@@ -12,9 +12,9 @@ PROTOCOL_VERSION = 2
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """Asks for Welcome, and renews leases. Clients send this message at once and then periodically.
+    """Asks for Welcome, and renews the leases of the fetches in `keys`. Sent at once, and then periodically.
 
-    identity: everything that determines the bytes of an entry, by name; equal in engines that share entries.
+    identity: the settings, by name, that determine the bytes of an entry; equal in engines that share entries.
     keys: keys of the client's fetches that have not ended.
     """
 
@@ -41,7 +41,7 @@ class Fetch(msgspec.Struct, frozen=True, tag=True):
 
 
 class Received(msgspec.Struct, frozen=True, tag=True):
-    """Tells that the client has copied these entries, so that the server may release them."""
+    """Tells the server that the client has copied these entries. The server may then release them."""
 
     key: int
     positions: list[int]
@@ -87,15 +87,15 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """Tells that the server can't serve this client. reason: text for users."""
+    """Tells the client that the server can't serve it. reason: text for users."""
 
     reason: str
 
 
 class ReadyEntry(NamedTuple):
-    """An entry that the client can copy. position: index in `Fetch.entries`. slot: see `HostMemory.slot`.
+    """An entry that the client can copy. position: index in `Fetch.entries`. slot: index in the server's memory.
 
-    has_draft_entries: see `BlockPool.blocks_with_draft_entries`.
+    has_draft_entries: whether the entry includes a draft model's entries for all its tokens.
     checksum: `checksum_of` the slot's bytes.
     """
 
@@ -113,7 +113,7 @@ class Entries(msgspec.Struct, frozen=True, tag=True):
 
 
 class FetchEnd(msgspec.Struct, frozen=True, tag=True):
-    """Tells how many entries of a fetch the server sends. Messages with entries may arrive later.
+    """Tells the client how many entries of a fetch the server sends. Messages with entries may arrive later.
 
     reason: why entries are missing; empty if all entries are sent.
     serve_s: seconds from the arrival of the fetch at the server to its last entry.

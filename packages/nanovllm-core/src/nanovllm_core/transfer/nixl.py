@@ -34,7 +34,7 @@ class NixlAgent:
         self.metadata: bytes = self._agent.get_agent_metadata()
 
     def add_peer(self, metadata: bytes) -> str:
-        """Returns the peer's name for `read`."""
+        """Register a peer by its `NixlAgent.metadata`. Returns the peer's name for `read`."""
         name = self._agent.add_remote_agent(metadata)
         return name.decode() if isinstance(name, bytes) else name
 
@@ -43,7 +43,7 @@ class NixlAgent:
         self._agent.get_new_notifs()
 
     def read(self, peer: str, sources: list[tuple[int, int, int]], targets: list[tuple[int, int, int]]) -> bool:
-        """Copy the peer's memory. Returns whether all copies succeeded. When this ends, no copy is in progress.
+        """Copy the peer's memory. Returns whether all copies succeeded. At the end, no copy is in progress.
 
         sources, targets: (address, bytes, 0) of each copy.
         Raises CopyInProgressError if a failed copy can't be stopped.

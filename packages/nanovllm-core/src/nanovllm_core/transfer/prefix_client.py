@@ -15,7 +15,7 @@ import zmq.asyncio
 from nanovllm_core.cache.checksum import checksum_of
 from nanovllm_core.cache.host_memory import HostMemory
 from nanovllm_core.config import TransferCarrier
-from nanovllm_core.transfer.carriers import Carrier, EntryCopy, make_carrier
+from nanovllm_core.transfer.carriers import Carrier, PeerCopy, make_carrier
 from nanovllm_core.transfer.fetches import FetchOutcome, PrefixFetch
 from nanovllm_core.transfer.messages import (
     PROTOCOL_VERSION,
@@ -51,20 +51,20 @@ class _OpenFetch:
     """A fetch that has not ended. heard_s: when the peer mentioned the fetch for the last time.
 
     num_sent: number of entries that the peer sends; None until FetchEnd arrives.
-    failed: positions of entries whose copies have failed.
+    failed_positions: positions of entries whose copies have failed.
     """
 
     fetch: PrefixFetch
     heard_s: float
     num_sent: int | None = None
-    failed: set[int] = field(default_factory=set[int])
+    failed_positions: set[int] = field(default_factory=set[int])
 
 
 class PeerConnection:
     """The connection to one engine. is_ready: whether fetches can start. Any thread may read `is_ready`.
 
     on_end: called when a fetch has ended.
-    on_late_copies: called when copies have ended that were in progress at the end of their fetch.
+    on_late_copies: called when copies end after the end of their fetch.
     """
 
     def __init__(
@@ -206,7 +206,7 @@ class PeerConnection:
             try:
                 message: ToClient = decode_to_client(frames[0].buffer)
             except msgspec.DecodeError as error:
-                self._mark_down(f"engine {self._address} sent a message that can't be read: {error}")
+                self._mark_down(f"engine {self._address} sent an invalid message (is its version the same?): {error}")
                 continue
             self._heard_s = time.monotonic()
             match message:
@@ -251,49 +251,51 @@ class PeerConnection:
         open_fetch.heard_s, fetch = time.monotonic(), open_fetch.fetch
         has_payloads = len(payloads) == len(entries)
         new_entries: list[ReadyEntry] = []
-        copies: list[EntryCopy] = []
+        copies: list[PeerCopy] = []
         # A message may arrive twice. After a failed copy, the entry is computed.
-        known_positions = fetch.copying_positions | fetch.arrived_positions | open_fetch.failed
+        known_positions = fetch.copying_positions | fetch.arrived_positions | open_fetch.failed_positions
         for index, entry in enumerate(entries):
             if 0 <= entry.position < len(fetch.entries) and entry.position not in known_positions:
                 known_positions.add(entry.position)
                 kind, _, target_slot = fetch.entries[entry.position]
                 new_entries.append(entry)
-                copies.append(EntryCopy(kind, entry.slot, target_slot, payloads[index] if has_payloads else None))
+                copies.append(PeerCopy(kind, entry.slot, target_slot, payloads[index] if has_payloads else None))
         if copies:
             fetch.copying_positions.update(entry.position for entry in new_entries)
             self._start_task(self._finish_copies(open_fetch, carrier, new_entries, copies))
 
     async def _finish_copies(
-        self, open_fetch: _OpenFetch, carrier: Carrier, entries: list[ReadyEntry], copies: list[EntryCopy]
+        self, open_fetch: _OpenFetch, carrier: Carrier, entries: list[ReadyEntry], copies: list[PeerCopy]
     ) -> None:
         fetch = open_fetch.fetch
         copying = asyncio.get_running_loop().run_in_executor(
             self._executor, _copy_entries, self._memory, carrier, entries, copies
         )
         try:
-            intact, error = await asyncio.shield(copying)
+            intact_positions, error = await asyncio.shield(copying)
         except CopyInProgressError as stuck:
             # The slots stay held, also after the end of the fetch.
-            _log.error("some host memory can't be used again: %s", stuck)
+            _log.error("slots of host memory are lost, because a copy can't be stopped: %s", stuck)
             return
         if error and not self._are_copies_failing:
-            _log.warning("KV blocks of engine %s can't be copied, and are computed: %s", self._address, error)
+            _log.warning(
+                "the copy of KV blocks from engine %s failed; they are computed here: %s", self._address, error
+            )
         self._are_copies_failing = bool(error)
         positions = [entry.position for entry in entries]
         fetch.copying_positions.difference_update(positions)
         if self._fetches.get(fetch.request.key) is not open_fetch:
             self._on_late_copies(fetch, positions)
             return
-        fetch.arrived_positions.update(intact)
-        open_fetch.failed.update(set(positions) - intact)
+        fetch.arrived_positions.update(intact_positions)
+        open_fetch.failed_positions.update(set(positions) - intact_positions)
         fetch.positions_with_draft_entries.update(entry.position for entry in entries if entry.has_draft_entries)
         self._send(Received(fetch.request.key, positions))
         self._end_if_complete(open_fetch)
 
     def _end_if_complete(self, open_fetch: _OpenFetch) -> None:
         fetch = open_fetch.fetch
-        num_ended = len(fetch.arrived_positions) + len(open_fetch.failed)
+        num_ended = len(fetch.arrived_positions) + len(open_fetch.failed_positions)
         # Messages may be reordered, so FetchEnd may arrive before the last entries.
         num_sent = len(fetch.entries) if open_fetch.num_sent is None else open_fetch.num_sent
         if fetch.copying_positions or num_ended < num_sent:
@@ -306,7 +308,7 @@ class PeerConnection:
 
 
 def _copy_entries(
-    memory: HostMemory, carrier: Carrier, entries: Sequence[ReadyEntry], copies: Sequence[EntryCopy]
+    memory: HostMemory, carrier: Carrier, entries: Sequence[ReadyEntry], copies: Sequence[PeerCopy]
 ) -> tuple[set[int], str]:
     """Copy entries. Returns the positions of the entries whose bytes are intact, and an error message or ""."""
     try:
@@ -315,9 +317,9 @@ def _copy_entries(
         raise
     except Exception as error:  # noqa: BLE001 (whatever the peer sent, the entries are computed)
         return set(), str(error)
-    intact = {
+    intact_positions = {
         entry.position
         for entry, copy in zip(entries, copies, strict=True)
         if checksum_of(memory.slot(copy.kind, copy.target_slot)) == entry.checksum
     }
-    return intact, "" if len(intact) == len(entries) else "checksums differ"
+    return intact_positions, "" if len(intact_positions) == len(entries) else "checksums differ"

@@ -105,7 +105,7 @@ class PrefixServer:
         self._context = zmq.asyncio.Context()
         self._authenticator = zmq.auth.asyncio.AsyncioAuthenticator(self._context)
         self._authenticator.start()
-        self._authenticator.configure_curve_callback("*", _OneKey(secret.client_keys.public))
+        self._authenticator.configure_curve_callback("*", _ClientKeyCheck(secret.client_keys.public))
         self._socket = make_socket(self._context, zmq.ROUTER, secret.server_keys)
         self._socket.curve_server = True
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -119,7 +119,7 @@ class PrefixServer:
         self._start_task(self._close_expired_leases())
 
     def close(self) -> None:
-        """Close the socket. Clients then compute what they lack."""
+        """Close the socket. Clients then compute the missing entries."""
         for task in self._tasks:
             task.cancel()
         self._socket.close()
@@ -249,7 +249,7 @@ class PrefixServer:
                 self._close_lease(lease)
 
 
-class _OneKey:
+class _ClientKeyCheck:
     """Accepts clients with one public key. See `zmq.auth.Authenticator.configure_curve_callback`."""
 
     def __init__(self, key: bytes):
@@ -260,7 +260,7 @@ class _OneKey:
 
 
 def _bound_address(address: str, endpoint: str) -> str:
-    """`address`, in which the port that was chosen replaces port 0."""
+    """`address`, with the port of the bound `endpoint` instead of port 0."""
     host, _, _ = address.rpartition(":")
     return address if address.startswith("ipc://") else f"{host}:{endpoint.rpartition(':')[2]}"
 

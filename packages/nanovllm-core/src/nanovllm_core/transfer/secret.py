@@ -1,4 +1,4 @@
-"""The secret that engines share. Keys of their connections and the secret of their prefix hashes derive from it."""
+"""Derives the connection keys and the secret of the prefix hashes from a secret that engines share."""
 
 import hashlib
 import hmac
@@ -26,7 +26,7 @@ class TransferSecret:
 
     server_keys, client_keys: keys of engines that serve blocks, and of engines that fetch blocks. An engine that lacks
         the secret can neither connect nor read a connection.
-    hash_secret: see `PrefixHasher`. Engines find each other's blocks by hash.
+    hash_secret: secret of the block hashes. With equal secrets, engines find each other's blocks by hash.
     """
 
     def __init__(self, secret: bytes):

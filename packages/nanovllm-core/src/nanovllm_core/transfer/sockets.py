@@ -5,7 +5,7 @@ import zmq.asyncio
 
 from nanovllm_core.transfer.secret import KeyPair
 
-# Maximum bytes of a message. The longest has the tokens and the hashes of a prompt.
+# Maximum bytes of a frame. The largest frames have the bytes of one entry, or the tokens and the hashes of a prompt.
 MAX_MESSAGE_BYTES = 256 << 20
 # A connection without an answer for HEARTBEAT_TIMEOUT_MS is made again.
 HEARTBEAT_INTERVAL_MS, HEARTBEAT_TIMEOUT_MS = 1000, 3000

@@ -35,7 +35,7 @@ class TransferStats(NamedTuple):
 class Transfers:
     """Fetches entries from other engines, and serves entries to other engines, as the settings say.
 
-    Create and close it on the event loop's thread. The engine's thread calls the other methods.
+    The event loop's thread creates and closes this object. The engine's thread calls the other methods.
     wake: wakes the engine's thread, which then calls `poll`.
     on_finish: called on the engine's thread with each fetch that has ended.
     Raises ConfigError if the address of `transfer_listen` can't be bound, or if NIXL is required and can't be used.

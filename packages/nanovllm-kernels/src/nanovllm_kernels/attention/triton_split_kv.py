@@ -1,7 +1,7 @@
 """Reads work lists, stores results of tiles, and merges the partial results of a tile.
 
 A tile is a block of queries, which attends to a number of blocks of keys. A work list joins the blocks of keys of all
-tiles to one sequence, and cuts this sequence into equal parts, so that a tile may have several parts. One program
+tiles into one sequence, and cuts this sequence into equal parts, so that a tile may span several parts. One program
 computes one part. Split-KV attention merges partial results in the same way (Dao et al. 2023).
 """
 
@@ -116,7 +116,7 @@ def load_segment(tile_first_blocks_ptr, tile, part, part_start, part_end):
 def load_tile(tiles_ptr, seq_lens_ptr, query_start_loc_ptr, tile):
     """Return (request, tile's first query, request's first query, request's number of queries, context length).
 
-    The tile's first query is an index within the request, and the request's first query an index within the step. The
+    The tile's first query is an index within the request. The request's first query is an index within the step. The
     context is the request's tokens before its first query.
     """
     request = tl.load(tiles_ptr + 2 * tile)

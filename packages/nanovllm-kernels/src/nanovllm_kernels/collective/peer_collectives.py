@@ -42,7 +42,7 @@ class PeerCollectives:
         policy: LaunchPolicy | None = None,
         fallback: TorchCollectives | None = None,
     ) -> None:
-        """Use kernels within the limits of `policy` (None: default limits), and `fallback` (None: NCCL) beyond."""
+        """Use kernels within the limits of `policy` (None: default limits). Other calls use `fallback` (None: NCCL)."""
         self.rank, self.size = peers.rank, peers.size
         self._peers = peers
         self._policy = policy or LaunchPolicy(peers.size, peers.num_programs, peers.region_bytes)
@@ -104,9 +104,9 @@ class PeerCollectives:
 
     def close(self) -> None:
         """Wait until no rank uses the buffers, and free this rank's buffer."""
-        all_ranks = torch.zeros(1, device=self._peers.addresses.device)
-        self._fallback.all_reduce(all_ranks)
-        all_ranks.item()
+        barrier = torch.zeros(1, device=self._peers.addresses.device)
+        self._fallback.all_reduce(barrier)
+        barrier.item()
         del self._peers
 
     def _concatenate(self, x: Tensor, out: Tensor, row_bytes: int, *, sends_parts: bool) -> bool:

@@ -13,8 +13,8 @@ class PeerMemory:
 
     A slot receives one unit of SLOT_BYTES bytes (see `gluon_peer_memory`). Program p of a kernel sends only to program
     p of each peer. A slot must be empty before a program sends to the slot again. The calls of a program therefore
-    alternate between two phases, so calls k and k + 2 use the same slots. A peer's call k empties these slots, and ends
-    before the peer sends units in call k + 1. The program receives these units before its own call k + 2.
+    alternate between two phases: calls k and k + 2 use the same slots. A peer empties the slots in its call k, before
+    its call k + 1 sends units. The program receives the units of call k + 1 before the program's call k + 2 begins.
 
     size: number of ranks.
     addresses: int64 [size], the address of each rank's buffer.

@@ -1,6 +1,6 @@
 """GPU memory that every rank of a host can read and write, without NVLink multicast.
 
-Only this module uses torch's private API for such memory, which is alpha in torch 2.11.
+Only this module uses torch's private API for symmetric memory. The API is alpha in torch 2.11.
 """
 
 import itertools
@@ -32,7 +32,7 @@ class SymmetricBuffer:
         store = RenumberingStore(_get_process_group_store(group), group.rank())
         # The name is new, because torch would reuse the store of an earlier group of the same name.
         name = GroupName(f"nanovllm-{next(_rendezvous_numbers)}")
-        # This reference keeps the group alive. torch keeps none.
+        # torch does not keep the group alive, so this variable must.
         exchange_group = dist.ProcessGroup(store, group.rank(), group.size())
         _register_process_group(name, exchange_group)
         try:
@@ -74,7 +74,7 @@ class RenumberingStore(Store):
         return self._store.get(self._renumber(key))
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Wait until all keys are set. Other threads can run meanwhile. timeout: by default that of the group's store.
+        """Wait until all keys are set. Other threads can run meanwhile. timeout: None for the group store's timeout.
 
         Raises: RuntimeError after the timeout.
         """

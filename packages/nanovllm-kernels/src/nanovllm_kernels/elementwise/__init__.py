@@ -1,7 +1,7 @@
 """Operators bound by memory traffic: norms, rotary embedding with the cache write, and gates.
 
-Each operator is one Triton kernel on CUDA. Under torch.compile, norms and gates are plain torch, which the compiler can
-fuse.
+Each operator is one Triton kernel on CUDA. Under torch.compile, `rms_norm` and the gates are plain torch, which the
+compiler can fuse.
 """
 
 import torch

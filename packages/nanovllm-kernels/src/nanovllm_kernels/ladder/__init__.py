@@ -4,7 +4,7 @@
 
 Each figure is a kernel's median time per call, over replays of a CUDA graph, and its bytes or operations per second.
 A graph calls the kernel on several copies of the inputs, which together exceed the L2 cache. Bytes and operations are
-the minimum that the result requires: data that a kernel reads twice count once. Inputs are random.
+the minimum that the result requires. Data that a kernel reads twice counts once. Inputs are random.
 """
 
 import argparse

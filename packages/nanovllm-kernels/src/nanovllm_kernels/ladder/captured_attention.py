@@ -1,6 +1,6 @@
 """Benchmark cases of attention in steps captured as CUDA graphs. The host knows only upper bounds on the lengths.
 
-The cost of a case is its number of operations. If the name of the case contains "by bytes", it is the number of bytes
+The cost of a case is its number of operations. If the case's name contains "by bytes", the cost is the number of bytes
 of cached tokens.
 """
 

@@ -76,7 +76,7 @@ def run_collectives(communicator: Communicator, inputs: GraphInputs, normed_sum:
 
 
 def replay_collectives(device: torch.device, num_replays: int, timeout_s: float) -> None:
-    """Replay the graph `num_replays` times.
+    """Replay a CUDA graph of collectives `num_replays` times, and check the results.
 
     timeout_s: time limit of REPLAYS_PER_CHECK replays. A rank that takes longer ends its process.
     Raises: RuntimeError if a result is wrong or differs between ranks.

@@ -69,11 +69,14 @@ def main() -> None:
     parser.add_argument("--only", default="", help="measure only operators whose names contain this word")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     parser.add_argument("--stress", type=int, metavar="REPLAYS", help="replay a graph and check its results instead")
-    parser.add_argument("--timeout-s", type=float, default=60, help="limit of 1,000 replays of --stress")
+    parser.add_argument("--timeout-s", type=float, default=60, help="time limit of 1,000 replays of --stress")
     arguments = parser.parse_args()
-    num_gpus = arguments.gpus or torch.cuda.device_count()
-    if not has_cuda() or not 2 <= num_gpus <= torch.cuda.device_count():
-        sys.exit(f"needs at least 2 NVIDIA GPUs (Ampere or newer); --gpus {num_gpus} of {torch.cuda.device_count()}")
+    num_gpus_here = torch.cuda.device_count()
+    num_gpus = arguments.gpus or num_gpus_here
+    if not has_cuda() or not 2 <= num_gpus <= num_gpus_here:
+        sys.exit(
+            f"needs at least 2 NVIDIA GPUs (Ampere or newer); --gpus is {num_gpus}, this machine has {num_gpus_here}"
+        )
     if arguments.stress is not None:
         run_ranks(replay_collectives, num_gpus, "cuda", arguments.stress, arguments.timeout_s)
     else:

@@ -1,4 +1,4 @@
-"""Benchmark cases of drafts: proposal by a search for n-grams, and verification.
+"""Benchmark cases of speculative decoding: proposal of drafts by a search for n-grams, and verification of drafts.
 
 The cost of a proposal is the bytes of all known tokens.
 """

@@ -57,7 +57,7 @@ def sampling_cases(batch: int, vocab_size: int) -> Iterator[BenchmarkCase]:
     ones, zeros, row_indices = (fill(batch, device="cuda") for fill in (torch.ones, torch.zeros, torch.arange))
     cost = batch * vocab_size * 4
 
-    def draw_with(temperature: float, top_k: int, top_p: float, logit_std: float) -> Callable[[], Callable[[], object]]:
+    def make_draw(temperature: float, top_k: int, top_p: float, logit_std: float) -> Callable[[], Callable[[], object]]:
         def make_call() -> Callable[[], object]:
             logits = torch.randn((batch, vocab_size), device="cuda") * logit_std
             seeds = positions = row_indices  # The values do not affect the time.
@@ -76,4 +76,4 @@ def sampling_cases(batch: int, vocab_size: int) -> Iterator[BenchmarkCase]:
         "top-p, flat": (0.6, 0, 0.9, 0.5),
         "top-k + top-p": (0.6, 50, 0.9, 3.0),
     }.items():
-        yield BenchmarkCase(f"sample {batch} x {vocab_size} {name}", draw_with(*settings), cost, "GB/s", cost)
+        yield BenchmarkCase(f"sample {batch} x {vocab_size} {name}", make_draw(*settings), cost, "GB/s", cost)

@@ -51,20 +51,20 @@ def decode(
     window_inputs = _update_inputs(inputs, sizes, conv_states, plan, drafts)
     first_column = window_inputs.shape[1] - drafts.max_query_len
     has_state = (plan.positions > drafts.num_pending).view(-1, 1, 1, 1)
-    rounded = torch.where(has_state, states[plan.slots], 0.0)
+    rounded_states = torch.where(has_state, states[plan.slots], 0.0)
     outs = torch.empty((len(inputs), sizes.num_v_heads, sizes.v_dim), device=inputs.device)
     for offset, decodes, rows in drafts.rounds:
         column = first_column + offset
         windows = window_inputs[decodes, column - sizes.num_taps + 1 : column + 1]
         heads = split_heads(convolve_windows(windows[..., : sizes.num_channels], weights.conv), sizes)
         gates = compute_gates(windows[:, -1, sizes.num_channels :], weights, sizes)
-        rounded[decodes], out = apply_tokens(rounded[decodes].float(), *heads, gates, states.dtype)
+        rounded_states[decodes], out = apply_tokens(rounded_states[decodes].float(), *heads, gates, states.dtype)
         if offset >= 0:
             outs[rows] = out
         if offset == 0:
             # Do not store later states, which include drafts. The next step applies the accepted drafts again.
-            states[plan.slots] = rounded
-            states[plan.checkpoint_slots] = rounded[plan.checkpoint_rows]
+            states[plan.slots] = rounded_states
+            states[plan.checkpoint_slots] = rounded_states[plan.checkpoint_rows]
     return outs
 
 

@@ -74,7 +74,7 @@ def conv_state_shape(num_taps: int, num_channels: int, num_v_heads: int, max_dra
         return num_taps, num_channels
     # A step that begins at position f uses the positions from f - pending - (num_taps - 1) to f + drafts. Both pending
     # (accepted drafts that the state lacks) and drafts are at most `max_drafts`. So each of these positions has its own
-    # row: reads and writes may happen in any order, and rejected drafts overwrite no input of a later step.
+    # row: reads and writes may happen in any order, and rejected drafts overwrite no input that a later step reads.
     return num_taps + 2 * max_drafts, num_channels + 2 * num_v_heads
 
 
@@ -96,7 +96,7 @@ class Prefill(NamedTuple):
 
 
 class TokensAtOffset(NamedTuple):
-    """Holds the tokens, at most one per decode, that are `offset` positions after their decode's first token.
+    """Holds the tokens `offset` positions after their decode's first token. A decode has at most one of these tokens.
 
     offset: 0 for the decode's first token of the step; negative for pending tokens, which earlier steps received.
     decodes: int64 [m], index of each token's decode.
@@ -109,7 +109,7 @@ class TokensAtOffset(NamedTuple):
 
 
 class DraftPlan(NamedTuple):
-    """Holds a step's n decodes, for caches with drafts (plain torch path). Decodes have the step's first t tokens.
+    """Holds a step's n decodes, for caches with drafts (plain torch path). The step's first t tokens belong to decodes.
 
     token_decodes: int64 [t], index of each token's decode.
     token_offsets: int64 [t], index of each token among its decode's tokens of this step.

@@ -1,7 +1,7 @@
 """Computes single tokens of Gated DeltaNet in plain torch, for all decodes at once.
 
 A token's result has the same bits in any batch. Therefore this file avoids torch's silu, sigmoid and softplus, which
-use other formulas for the last elements of a tensor than for the rest.
+use a different formula for the last elements of a tensor than for the rest.
 """
 
 from typing import NamedTuple

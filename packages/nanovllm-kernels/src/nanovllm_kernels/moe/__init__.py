@@ -21,7 +21,7 @@ def pack_experts(
     scales2: Tensor | None = None,
     *,
     first_id: int = 0,
-    num_all: int | None = None,
+    num_all_experts: int | None = None,
 ) -> PackedExperts:
     """Prepare this rank's E experts with hidden size H and intermediate size I for `fused_experts`, without a copy.
 
@@ -35,20 +35,20 @@ def pack_experts(
         scale. Index 0 of the second dimension is the gate, index 1 the up projection. None: the weights are not FP8.
     scales2: float32 [E, ceil(H / 128), ceil(I / 128)], contiguous. Scales of e4m3 `w2`. None: `w2` is not FP8.
     first_id: id of the rank's first expert.
-    num_all: number of experts of all ranks, including a shared expert from `route`. None: this rank has all experts.
-    Raises: ValueError if the rank has no experts, or if its ids are not in [0, num_all).
+    num_all_experts: number of experts of all ranks, including a shared expert from `route`. None: this rank has all.
+    Raises: ValueError if the rank has no experts, or if its ids are not in [0, num_all_experts).
     """
     num_experts = w2.shape[0]
-    num_all = num_experts if num_all is None else num_all
-    if not num_experts or not 0 <= first_id <= num_all - num_experts:
+    num_all_experts = num_experts if num_all_experts is None else num_all_experts
+    if not num_experts or not 0 <= first_id <= num_all_experts - num_experts:
         raise ValueError(
-            f"{num_experts} experts with first_id={first_id} and num_all={num_all}: "
-            f"a rank needs at least one expert, and ids in [0, num_all)"
+            f"{num_experts} experts with first_id={first_id} and num_all_experts={num_all_experts}: "
+            f"a rank needs at least one expert, and ids in [0, num_all_experts)"
         )
     counters = None
     if w2.is_cuda:
         counters = torch.zeros(policy.num_counters(w2.shape[1]), dtype=torch.int32, device=w2.device)
-    return PackedExperts(w13, w2, scales13, scales2, counters, first_id, num_all)
+    return PackedExperts(w13, w2, scales13, scales2, counters, first_id, num_all_experts)
 
 
 def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> ChosenExperts:
@@ -56,7 +56,7 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> Chose
 
     logits: [T, E], for the E experts of all ranks, without the shared expert. If the shared expert is gated, the shape
         is [T, E + 1], and the last logit is the shared expert's gate.
-    routing: its `num_groups` must divide E, and any `top_groups` groups must have at least `top_k` experts.
+    routing: `num_groups` must divide E, and `top_groups` groups together must have at least `top_k` experts.
     bias: float32 [E], added to scores when experts and groups are chosen, but not to weights (Wang et al. 2024,
         https://arxiv.org/abs/2408.15664). None: no bias.
     Returns: `top_k` experts per token. The shared expert, if any, follows as a last column with id E. Its weight is
@@ -72,7 +72,7 @@ def fused_experts(x: Tensor, experts: PackedExperts, chosen: ChosenExperts, resi
 
     The result of an expert for token t is down(silu(gate(x[t])) * up(x[t])). Experts of other ranks are skipped, so a
     token without experts of this rank gets its residual, or zeros if `residual` is None. If one rank passes the
-    residual and the other ranks pass None, the results of all ranks add up to the result of all experts.
+    residual and the other ranks pass None, the sum over ranks is the result of all experts plus the residual.
     x: [T, H], T >= 1. Rows are contiguous. FP8 experts accept any dtype, and round `x` in groups of 128. Other experts
         accept the weights' dtype, and on a CPU also float32.
     residual: [T, H], float32 or the dtype of `x`. May be overwritten, and may share memory with the result.
@@ -117,13 +117,13 @@ def _fused_experts_op(
     scales2: Tensor | None,
     counters: Tensor | None,
     first_id: int,
-    num_all: int,
+    num_all_experts: int,
     weights: Tensor,
     ids: Tensor,
     residual: Tensor | None,
 ) -> Tensor:
     """Run `fused_experts` without overwriting `residual`."""
-    experts = PackedExperts(w13, w2, scales13, scales2, counters, first_id, num_all)
+    experts = PackedExperts(w13, w2, scales13, scales2, counters, first_id, num_all_experts)
     chosen = ChosenExperts(weights, ids)
     if counters is None:
         return moe_reference.fused_experts(x, experts, chosen, None if residual is None else residual.clone())

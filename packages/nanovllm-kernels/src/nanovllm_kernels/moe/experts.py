@@ -38,7 +38,7 @@ class PackedExperts(NamedTuple):
     counters: int32, one per column tile of a launch, all 0 between launches.
         Concurrent launches must not share counters. None on a CPU.
     first_id: id of the first expert. The rank's experts have the ids from `first_id` to `first_id + E - 1`.
-    num_all: number of experts of all ranks.
+    num_all_experts: number of experts of all ranks.
     """
 
     w13: Tensor
@@ -47,12 +47,12 @@ class PackedExperts(NamedTuple):
     scales2: Tensor | None
     counters: Tensor | None
     first_id: int
-    num_all: int
+    num_all_experts: int
 
     @property
     def is_partial(self) -> bool:
         """Whether other ranks have experts too (expert parallelism)."""
-        return self.w2.shape[0] < self.num_all
+        return self.w2.shape[0] < self.num_all_experts
 
 
 class ChosenExperts(NamedTuple):

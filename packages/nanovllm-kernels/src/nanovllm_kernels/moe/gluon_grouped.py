@@ -32,7 +32,7 @@ WARP_GROUP_ROWS, BLOCK_COLUMNS, STEP_DEPTH = GLUON_TILE_ROWS // 2, 128, 128
 STAGES = 4  # steps that the ring buffer holds
 # Shared memory layout that the tensor cores require.
 SHARED_LAYOUT = gl.NVMMASharedLayout(128, 8, 2)
-# Registers per thread: at launch, in the copying warp, and in the multiplying warps, which use 192 for sums.
+# Registers per thread: at launch, in the copying warp, and in the multiplying warps (192 hold two sums and a product).
 LAUNCH_REGISTERS, COPY_REGISTERS, MULTIPLY_REGISTERS = 168, 24, 240
 # Rows and columns that a program of `_gather_rows` copies at once.
 GATHER_ROWS, GATHER_BLOCK = 16, 1024
@@ -200,12 +200,12 @@ def _grouped_product(
         mbarrier.init(empty.index(stage), count=2)
     fence_async_shared()
     rings = (x_ring, weight_ring, full, empty)
-    sources = (x_scales_ptr, scales_ptr, order_ptr, starts_ptr, tiles_ptr, weights_ptr, out_ptr, out_scales_ptr)
+    pointers = (x_scales_ptr, scales_ptr, order_ptr, starts_ptr, tiles_ptr, weights_ptr, out_ptr, out_scales_ptr)
     copy_sources = (x_desc, weight_desc, starts_ptr, tiles_ptr)
     gl.warp_specialize(
         [
-            (_multiply, (rings, sources, scales_stride, N, K, GATED, STAGES, 0)),
-            (_multiply, (rings, sources, scales_stride, N, K, GATED, STAGES, 1)),
+            (_multiply, (rings, pointers, scales_stride, N, K, GATED, STAGES, 0)),
+            (_multiply, (rings, pointers, scales_stride, N, K, GATED, STAGES, 1)),
             (_copy_tiles, (rings, copy_sources, N, K, GATED, STAGES)),
         ],
         [4, 1],
@@ -215,7 +215,7 @@ def _grouped_product(
 
 @gluon.jit
 def _load_tile(tiles_ptr, work, num_work, COLUMN_TILES: gl.constexpr):
-    """Return the expert and first row of work item `work` (a row tile and a column tile), or of the last item."""
+    """Return the expert and first row of a work item (a row tile and a column tile). Clamp `work` to the last item."""
     entry_ptr = tiles_ptr + 2 * (1 + gl.minimum(work, num_work - 1) // COLUMN_TILES)
     return gl.load(entry_ptr), gl.load(entry_ptr + 1)
 
@@ -257,7 +257,7 @@ def _copy_tiles(rings, sources, N: gl.constexpr, K: gl.constexpr, GATED: gl.cons
 @gluon.jit
 def _multiply(
     rings,
-    sources,
+    pointers,
     scales_stride,
     N: gl.constexpr,
     K: gl.constexpr,
@@ -267,7 +267,7 @@ def _multiply(
 ):
     """Multiply and store 64 rows of each tile, from row `64 * WARP_GROUP`. Four warps run this function."""
     x_ring, weight_ring, full, empty = rings
-    x_scales_ptr, scales_ptr, order_ptr, starts_ptr, tiles_ptr, weights_ptr, out_ptr, out_scales_ptr = sources
+    x_scales_ptr, scales_ptr, order_ptr, starts_ptr, tiles_ptr, weights_ptr, out_ptr, out_scales_ptr = pointers
     SUMS_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
     TILE_COLUMNS: gl.constexpr = 128 if GATED else 256
     COLUMN_TILES: gl.constexpr = N // TILE_COLUMNS
@@ -290,8 +290,8 @@ def _multiply(
             rows = first_row + tile_rows
             row_mask = rows < end
             if not GATED:
-                pair = gl.load(order_ptr + rows, mask=row_mask, other=0)
-                weight = gl.load(weights_ptr + rows, mask=row_mask, other=0.0)
+                pairs = gl.load(order_ptr + rows, mask=row_mask, other=0)
+                weights = gl.load(weights_ptr + rows, mask=row_mask, other=0.0)
             # The compiler fails on a branch that it knows is never taken: keep the condition a runtime value.
             has_rows = first_row + 64 * WARP_GROUP < end
             if has_rows:
@@ -366,14 +366,14 @@ def _multiply(
                 first_column = (work % COLUMN_TILES) * TILE_COLUMNS
                 if GATED:
                     left_sums = left_sums * (1 / (1 + gl.exp(-left_sums))) * right_sums
-                    numbers, scales = quantize_groups(left_sums, 1)  # numbers: e4m3
+                    values, scales = quantize_groups(left_sums, 1)  # values: e4m3
                     scale_ptrs = out_scales_ptr + (first_column // 128).to(gl.int64) * scales_stride + rows
                     gl.store(scale_ptrs, scales, mask=row_mask)
-                    _store_e4m3(numbers, out_ptr, first_row + 64 * WARP_GROUP, first_column, end, N)
+                    _store_e4m3(values, out_ptr, first_row + 64 * WARP_GROUP, first_column, end, N)
                 else:
                     num_rows = end - first_row - 64 * WARP_GROUP
-                    _store_pair_results(left_sums * weight[:, None], pair, num_rows, out_ptr, first_column, N)
-                    _store_pair_results(right_sums * weight[:, None], pair, num_rows, out_ptr, first_column + 128, N)
+                    _store_pair_results(left_sums * weights[:, None], pairs, num_rows, out_ptr, first_column, N)
+                    _store_pair_results(right_sums * weights[:, None], pairs, num_rows, out_ptr, first_column + 128, N)
             else:
                 for _ in range(NUM_STEPS):
                     stage = step % STAGES
@@ -427,7 +427,7 @@ def _load_scales(
 
 
 @gluon.jit
-def _store_e4m3(numbers, out_ptr, first_row, first_column, end, N: gl.constexpr):
+def _store_e4m3(values, out_ptr, first_row, first_column, end, N: gl.constexpr):
     """Store e4m3 [64, 128], 16 bytes per thread. Each warp stores the rows that it has summed."""
     STORE_LAYOUT: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [0, 4], [0, 8], [4, 0], [8, 0]],
@@ -439,12 +439,12 @@ def _store_e4m3(numbers, out_ptr, first_row, first_column, end, N: gl.constexpr)
     rows = first_row + gl.arange(0, 64, gl.SliceLayout(1, STORE_LAYOUT))
     columns = first_column + gl.arange(0, 128, gl.SliceLayout(0, STORE_LAYOUT))
     out_ptrs = out_ptr + rows.to(gl.int64)[:, None] * N + columns[None, :]
-    gl.store(out_ptrs, gl.convert_layout(numbers, STORE_LAYOUT), mask=(rows < end)[:, None])
+    gl.store(out_ptrs, gl.convert_layout(values, STORE_LAYOUT), mask=(rows < end)[:, None])
 
 
 @gluon.jit
-def _store_pair_results(pair_results, pair, num_rows, out_ptr, first_column, N: gl.constexpr):
-    """Store the first `num_rows` of 64 rows to rows `pair` of the result. Each warp stores the rows that it summed."""
+def _store_pair_results(pair_results, pairs, num_rows, out_ptr, first_column, N: gl.constexpr):
+    """Store the first `num_rows` of 64 rows to rows `pairs` of the result. Each warp stores the rows that it summed."""
     STORE_LAYOUT: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [0, 4], [2, 0], [4, 0], [8, 0]],
         [[0, 8], [0, 16], [0, 32], [0, 64], [1, 0]],
@@ -453,9 +453,9 @@ def _store_pair_results(pair_results, pair, num_rows, out_ptr, first_column, N: 
         [64, 128],
     )
     row_mask = gl.arange(0, 64, gl.SliceLayout(1, STORE_LAYOUT)) < num_rows
-    pair = gl.convert_layout(pair, gl.SliceLayout(1, STORE_LAYOUT))
+    pairs = gl.convert_layout(pairs, gl.SliceLayout(1, STORE_LAYOUT))
     columns = first_column + gl.arange(0, 128, gl.SliceLayout(0, STORE_LAYOUT))
-    out_ptrs = out_ptr + pair.to(gl.int64)[:, None] * N + columns[None, :]
+    out_ptrs = out_ptr + pairs.to(gl.int64)[:, None] * N + columns[None, :]
     gl.store(
         out_ptrs, gl.convert_layout(pair_results.to(out_ptr.dtype.element_ty), STORE_LAYOUT), mask=row_mask[:, None]
     )

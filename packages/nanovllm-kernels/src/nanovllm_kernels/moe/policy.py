@@ -8,7 +8,7 @@
 | more | any | `triton_grouped`: sorted pairs |
 
 With expert parallelism, tokens and pairs include those of other ranks. A rank expects the same average number of rows
-per expert as one rank with all experts: pairs / `PackedExperts.num_all`.
+per expert as one rank with all experts: pairs / `PackedExperts.num_all_experts`.
 
 The constants were measured on one H200, with uncached weights: 256 to 512 experts, with hidden size x intermediate
 size from 2048 x 512 to 7168 x 2048.
@@ -46,7 +46,7 @@ def choose_kernel(
         return "unsorted"
     _, hidden_size, intermediate_size = experts.w2.shape
     has_whole_tiles = hidden_size % (2 * GROUP) == 0 and intermediate_size % GROUP == 0
-    has_enough_rows = num_tokens * top_k >= MIN_SPECIALIZED_AVERAGE_ROWS * experts.num_all
+    has_enough_rows = num_tokens * top_k >= MIN_SPECIALIZED_AVERAGE_ROWS * experts.num_all_experts
     is_supported = is_block_fp8 and dtype.itemsize == 2 and describe_device(device).capability == (9, 0)
     return "specialized" if is_supported and has_whole_tiles and has_enough_rows else "grouped"
 
@@ -143,14 +143,14 @@ GROUPED_FP8_BY_MAX_ROWS = {
 GROUPED_FP8_OF_MORE_ROWS = GroupedConfig(128, GROUP, GROUP, 8, 4, swapped=False, programs_per_sm=1)
 
 
-def grouped_config(num_pairs: int, num_all: int, *, is_float32: bool, is_block_fp8: bool) -> GroupedConfig:
-    """Return the tile for `num_pairs` (token, expert) pairs and `num_all` experts. Both numbers include all ranks."""
+def grouped_config(num_pairs: int, num_all_experts: int, *, is_float32: bool, is_block_fp8: bool) -> GroupedConfig:
+    """Return the tile for `num_pairs` (token, expert) pairs. Both numbers include all ranks."""
     if is_float32:
         return GROUPED_FLOAT32
     table, config_of_more_rows = GROUPED_BY_MAX_ROWS, GROUPED_OF_MORE_ROWS
     if is_block_fp8:
         table, config_of_more_rows = GROUPED_FP8_BY_MAX_ROWS, GROUPED_FP8_OF_MORE_ROWS
-    average_rows = num_pairs / num_all
+    average_rows = num_pairs / num_all_experts
     return next((config for max_rows, config in table.items() if average_rows <= max_rows), config_of_more_rows)
 
 

@@ -44,7 +44,9 @@ def run_experts(
         gluon_grouped.run_products(rows, row_scales, experts, chosen.weights, pairs, pair_results)
     else:
         is_float32 = x.element_size() == 4 and not is_block_fp8
-        config = grouped_config(len(pair_results), experts.num_all, is_float32=is_float32, is_block_fp8=is_block_fp8)
+        config = grouped_config(
+            len(pair_results), experts.num_all_experts, is_float32=is_float32, is_block_fp8=is_block_fp8
+        )
         pairs = sort_pairs(chosen.ids, num_experts, config.block_m, first_id)
         _run_products(rows, row_scales, experts, chosen.weights, pairs, pair_results, config)
     overlap = can_overlap_launches(x.device)  # programmatic dependent launch
@@ -152,8 +154,8 @@ def _grouped_product(
         gdc_wait()
     column_tiles: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     # The weight has one scale per 128 x 128 block.
-    num_scale_columns: tl.constexpr = (N + 127) // 128
-    num_scale_depths: tl.constexpr = (K + 127) // 128
+    num_column_blocks: tl.constexpr = (N + 127) // 128
+    num_depth_groups: tl.constexpr = (K + 127) // 128
     num_halves: tl.constexpr = 2 if GATED else 1  # gate and up
     ks = tl.arange(0, BLOCK_K)[None, :]
     num_tiles = tl.load(tiles_ptr)
@@ -167,7 +169,7 @@ def _grouped_product(
         first_column = (work_item % column_tiles) * BLOCK_N
         columns = first_column + tl.arange(0, BLOCK_N)
         expert_scales_ptr = (
-            scales_ptr + (expert * num_halves * num_scale_columns + first_column // 128) * num_scale_depths
+            scales_ptr + (expert * num_halves * num_column_blocks + first_column // 128) * num_depth_groups
         )
         expert_weight_ptr = weight_ptr + expert * num_halves * N * K
         if SWAPPED:
@@ -185,7 +187,7 @@ def _grouped_product(
                 row_scale = tl.load(row_scale_ptrs, mask=row_mask, other=0.0)
                 scale = row_scale * tl.load(expert_scales_ptr + k // 128)
                 if GATED:
-                    up_scale = row_scale * tl.load(expert_scales_ptr + num_scale_columns * num_scale_depths + k // 128)
+                    up_scale = row_scale * tl.load(expert_scales_ptr + num_column_blocks * num_depth_groups + k // 128)
             tile = load_weight(expert_weight_ptr, columns, k + ks, N, K)
             sums = add_product(sums, x, tile, scale, QUANTIZED, SWAPPED)
             if GATED:
@@ -198,7 +200,7 @@ def _grouped_product(
         if GATED:
             if QUANTIZED:
                 result, out_scale = quantize_groups(tl.where(mask, result, 0.0), 1)
-                out_scale_ptrs = out_scales_ptr + sorted_rows.to(tl.int64) * num_scale_columns + first_column // 128
+                out_scale_ptrs = out_scales_ptr + sorted_rows.to(tl.int64) * num_column_blocks + first_column // 128
                 tl.store(out_scale_ptrs, out_scale, mask=row_mask)
             out_ptrs = out_ptr + sorted_rows[:, None].to(tl.int64) * N + columns[None, :]
         else:

@@ -5,7 +5,7 @@ Tensor cores would use only one of their 64 rows.
 
 The sizes `k` and `top_k` are runtime values, so that ptxas can't prove that masked FP8 values are 0. If ptxas
 can prove this, versions 12.8 and 12.9 merge an uninitialised register into the word that packs FP8 values
-(F2FP.E4M3.PACK_AB_MERGE_C). The results are then garbage or NaN. Versions 12.8 to 13.0 turn the upper half of such a
+(F2FP.E4M3.PACK_AB_MERGE_C). The results are then garbage or NaN. Versions 12.8 to 13.0 turn the upper half of this
 word into 0x0008.
 """
 
@@ -50,9 +50,9 @@ def run_experts(x: Tensor, experts: PackedExperts, chosen: ChosenExperts, residu
         launch_pdl=overlap,
         **local_options,
     )
-    # A slot is one of the token's experts. A pass computes as many slots as are expected on this rank, rounded up to a
+    # A slot is one of the token's experts. A pass computes the average number of slots on this rank, rounded up to a
     # power of two. More slots take more passes.
-    slots_per_pass = triton.next_power_of_2(triton.cdiv(top_k * num_experts, experts.num_all))
+    slots_per_pass = triton.next_power_of_2(triton.cdiv(top_k * num_experts, experts.num_all_experts))
     config = matvec_config(intermediate_size, slots_per_pass)
     _down[(triton.cdiv(hidden_size, config.block_n),)](
         hidden,

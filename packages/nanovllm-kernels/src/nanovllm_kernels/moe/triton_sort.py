@@ -22,7 +22,7 @@ MAX_SINGLE_PART_PAIRS = 2048
 SMALL_PART_PAIRS = 1024
 MAX_SMALL_PARTS = 16
 LARGE_PART_PAIRS = 2048
-# Number of parts whose numbers of pairs per expert are loaded at once.
+# Number of parts whose counts (pairs per expert) are loaded at once.
 PARTS_PER_LOAD = 8
 
 

@@ -21,17 +21,17 @@ from nanovllm_kernels.triton_fp8 import quantize_groups
 
 def run_experts(x: Tensor, experts: PackedExperts, chosen: ChosenExperts, residual: Tensor | None, out: Tensor) -> None:
     """See the package's `fused_experts`. Writes into `out` [T, H]."""
-    w13, w2, scales13, scales2, counters, first_id, num_all = experts
+    w13, w2, scales13, scales2, counters, first_id, num_all_experts = experts
     num_tokens, top_k = chosen.ids.shape
     num_experts, hidden_size, intermediate_size = w2.shape
     grid_by_expert = num_tokens * top_k > num_experts  # one program per expert; if False, one per (token, expert) pair
     num_expert_programs = min(num_tokens * top_k, num_experts)
     # Expected number of programs whose expert belongs to this rank.
-    num_busy_programs = max(1, min(num_tokens * top_k, num_all) * num_experts // num_all)
+    num_busy_programs = max(1, min(num_tokens * top_k, num_all_experts) * num_experts // num_all_experts)
     quantized = scales13 is not None
     rows = max(16, triton.next_power_of_2(num_tokens))  # padded number of tokens
     overlap = can_overlap_launches(x.device)  # programmatic dependent launch
-    gated = torch.empty((num_tokens * top_k, intermediate_size), dtype=x.dtype, device=x.device)  # silu(gate) * up
+    hidden = torch.empty((num_tokens * top_k, intermediate_size), dtype=x.dtype, device=x.device)  # silu(gate) * up
     pair_results = torch.empty((num_tokens * top_k, hidden_size), dtype=torch.float32, device=x.device)
     launch_options = {
         "first_id": first_id,
@@ -54,7 +54,7 @@ def run_experts(x: Tensor, experts: PackedExperts, chosen: ChosenExperts, residu
         w13,
         w13 if scales13 is None else scales13,
         chosen.ids,
-        gated,
+        hidden,
         num_tokens,
         x.stride(0),
         N=intermediate_size,
@@ -62,7 +62,7 @@ def run_experts(x: Tensor, experts: PackedExperts, chosen: ChosenExperts, residu
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
         SWAPPED=config.swapped,  # the weight is the left operand
-        STAGES=config.num_stages,  # of the pipelined loop over K
+        STAGES=config.num_stages,  # stages of the pipelined loop over K
         num_warps=config.num_warps,
         **launch_options,
     )
@@ -70,7 +70,7 @@ def run_experts(x: Tensor, experts: PackedExperts, chosen: ChosenExperts, residu
         rows, num_busy_programs, hidden_size, intermediate_size, is_float32=is_float32, is_block_fp8=quantized
     )
     _down[(triton.cdiv(hidden_size, config.block_n), num_expert_programs)](
-        gated,
+        hidden,
         w2,
         w2 if scales2 is None else scales2,
         chosen.ids,
@@ -141,7 +141,7 @@ def _gate_up(
     weight_ptr,
     scales_ptr,
     ids_ptr,
-    out_ptr,  # `gated`
+    out_ptr,  # `hidden`
     num_tokens,
     x_stride,
     first_id,
@@ -192,15 +192,15 @@ def _gate_up(
             else:
                 gate = add_product(gate, x, gate_tile, 1.0, False, SWAPPED)
                 up = add_product(up, x, up_tile, 1.0, False, SWAPPED)
-        gated = gate * tl.sigmoid(gate) * up
-        out = gated.T if SWAPPED else gated
+        hidden = gate * tl.sigmoid(gate) * up
+        out = hidden.T if SWAPPED else hidden
         out_ptrs = out_ptr + (tokens * TOP_K + chosen_slots)[:, None] * N + columns[None, :]
         tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=row_mask[:, None] & (columns < N)[None, :])
 
 
 @triton.jit(do_not_specialize=["num_tokens", "first_id", "num_experts"])
 def _down(
-    x_ptr,  # `gated`
+    x_ptr,  # `hidden`
     weight_ptr,
     scales_ptr,
     ids_ptr,

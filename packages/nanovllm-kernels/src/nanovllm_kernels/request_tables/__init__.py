@@ -100,17 +100,17 @@ def propose_ngrams(
     The last known token of a request stands at position n = `num_computed`. The operator finds the longest suffix of
     the known tokens, of `min_match` to `max_match` tokens, that also occurs earlier. The two occurrences may overlap.
     e is the position at which the latest earlier occurrence ends. Draft i (from 0) is a copy of the token at position
-    e + 1 + (i mod (n - e)), and is written at position n + 1 + i. So when the copied tokens reach the last known token,
-    they continue at e + 1 again. Drafts beyond the end of the request's row of `tokens` are dropped. If no suffix
-    occurs earlier, nothing is written. Never waits for a GPU.
+    e + 1 + (i mod (n - e)), and is written at position n + 1 + i: after a copy of the last known token, copying resumes
+    at e + 1. Drafts beyond the end of the request's row of `tokens` are dropped. If no suffix occurs earlier, nothing
+    is written. Never waits for a GPU.
 
     table_rows: int32 [B], each request's row in the tables. Requests with nonzero `is_sampled` have different rows.
     is_sampled: int32 [B], 0 to skip the request, because its prompt is not complete or because it is padding.
     num_drafts: number of drafts per request, at least 1.
 
-    Returns (drafts, num_proposed). drafts: int32 [B, num_drafts], the contents of the row after the last known token;
-    without a match, these are old contents; 0 beyond the end of the row and for skipped requests. num_proposed: int32
-    [B], number of drafts that were written, 0 without a match.
+    Returns (drafts, num_proposed). drafts: int32 [B, num_drafts], the contents of the row after the last known token.
+    Without a match, these contents are old. `drafts` is 0 beyond the end of the row and for skipped requests.
+    num_proposed: int32 [B], number of drafts that were written, 0 without a match.
 
     Raises ValueError if `num_drafts` < 1, or not 1 <= `min_match` <= `max_match`.
     Source: Saxena, "Prompt Lookup Decoding" (2023).

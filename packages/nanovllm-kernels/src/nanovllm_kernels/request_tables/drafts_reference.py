@@ -20,11 +20,11 @@ def verify_drafts(
     rows, query_lens = table_rows.numpy()[requests, None], query_lens[requests, None]
     num_computed = tables.num_computed.numpy()
     positions = num_computed[rows] + 1
-    # In a request's row, columns beyond the request's number of tokens are computed but not used.
-    steps = np.arange(query_lens.max())
-    choices = choices[np.minimum(starts[requests, None] + steps, choices.shape[0] - 1)]
-    is_accepted = choices == tokens[rows, np.minimum(positions + steps, tokens.shape[1] - 1)]
-    is_accepted &= steps < query_lens - 1
+    # `choices` and `is_accepted` have a row per request. Columns beyond the request's number of tokens are not used.
+    offsets = np.arange(query_lens.max())
+    choices = choices[np.minimum(starts[requests, None] + offsets, choices.shape[0] - 1)]
+    is_accepted = choices == tokens[rows, np.minimum(positions + offsets, tokens.shape[1] - 1)]
+    is_accepted &= offsets < query_lens - 1
     num_accepted = np.logical_and.accumulate(is_accepted, axis=1).sum(1, dtype=np.int32, keepdims=True)
     num_computed[rows] += num_accepted + 1
     num_new_tokens.numpy()[requests] = num_accepted[:, 0] + 1
@@ -32,7 +32,7 @@ def verify_drafts(
     is_written = positions < tokens.shape[1]
     tokens[rows[is_written], positions[is_written]] = np.take_along_axis(choices, num_accepted, 1)[is_written]
     if token_counts is not None:
-        is_new = steps <= num_accepted
+        is_new = offsets <= num_accepted
         np.add.at(token_counts.numpy(), (np.broadcast_to(rows, is_new.shape)[is_new], choices[is_new]), 1)
     return num_new_tokens
 
@@ -45,7 +45,7 @@ def propose_ngrams(
     num_proposed = drafts.new_zeros(table_rows.shape)
     tokens, draft_rows, counts = tables.tokens.numpy(), drafts.numpy(), num_proposed.numpy()
     num_computed = tables.num_computed.numpy()
-    steps = np.arange(num_drafts)
+    offsets = np.arange(num_drafts)
     requests = enumerate(zip(table_rows.tolist(), is_sampled.tolist(), strict=True))
     for request, row in ((request, row) for request, (row, has_sample) in requests if has_sample):
         last = int(num_computed[row])
@@ -56,7 +56,7 @@ def propose_ngrams(
             continue
         end = _find_last_occurrence(tokens[row, : last + 1], min_match, max_match)
         if end is not None:
-            row_drafts[:] = tokens[row, end + 1 + steps[:num_places] % (last - end)]
+            row_drafts[:] = tokens[row, end + 1 + offsets[:num_places] % (last - end)]
             counts[request] = num_places
         draft_rows[request, :num_places] = row_drafts
     return drafts, num_proposed

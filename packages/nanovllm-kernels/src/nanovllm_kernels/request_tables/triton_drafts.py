@@ -150,7 +150,7 @@ def _find_matches(
     MAX_MATCH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Find the longest match that ends in one piece of a request's tokens. Of equally long matches, find the last.
+    """Find the longest match that ends in one piece of a request's tokens: the last match if several are equally long.
 
     A match is an earlier occurrence of the request's last known tokens. With P pieces, piece p consists of the blocks
     p, p + P, p + 2P and so on. A match is stored as length << 32 | position of its last token, so that the greatest
@@ -218,11 +218,11 @@ def _copy_drafts(
     match = tl.max(best, axis=0)
     is_match = (match >> 32) >= min_match
     end = tl.where(is_match, match & 0x7FFFFFFF, last - 1).to(tl.int32)
-    steps = tl.arange(0, PADDED_DRAFTS)
-    targets = last + 1 + steps
+    offsets = tl.arange(0, PADDED_DRAFTS)
+    targets = last + 1 + offsets
     # Without a match, `drafts` are the tokens that already stand in the row.
-    sources = tl.where(is_match, end + 1 + steps % (last - end), targets)
-    drafts = tl.load(row_ptr + sources, mask=steps < num_places, other=0)
-    tl.store(row_ptr + targets, drafts, mask=is_match & (steps < num_places))
-    tl.store(drafts_ptr + request.to(tl.int64) * NUM_DRAFTS + steps, drafts, mask=steps < NUM_DRAFTS)
+    sources = tl.where(is_match, end + 1 + offsets % (last - end), targets)
+    drafts = tl.load(row_ptr + sources, mask=offsets < num_places, other=0)
+    tl.store(row_ptr + targets, drafts, mask=is_match & (offsets < num_places))
+    tl.store(drafts_ptr + request.to(tl.int64) * NUM_DRAFTS + offsets, drafts, mask=offsets < NUM_DRAFTS)
     tl.store(num_proposed_ptr + request, tl.where(is_match, num_places, 0))

@@ -128,7 +128,7 @@ def compute_logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> Logprobs:
 
 
 def compute_ranks(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Return the ranks of `tokens` (int32 [B]): int32 [B], 1 for the likeliest token. logits: [B, V]."""
+    """Return the ranks of `tokens` (int32 [B]): int32 [B], the number of tokens at least as likely. logits: [B, V]."""
     return sampling_reference.compute_ranks(logits, tokens)
 
 

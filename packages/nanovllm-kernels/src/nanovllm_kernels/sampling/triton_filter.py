@@ -1,4 +1,4 @@
-"""Draws a token from those that a row's filters keep: the token with the largest noisy logit (with Gumbel noise).
+"""Draws a token from the tokens that a row's filters keep: the token with the largest noisy logit (with Gumbel noise).
 
 A segment is a range of consecutive token ids. Candidates are the tokens of the segments with the largest maxima. If the
 filters may keep other tokens too, all tokens of the row are candidates. The method is rejection sampling without a

@@ -1,4 +1,4 @@
-"""Parsers of flag values. After a ValueError, argparse prints `invalid NAME value`, where NAME is the parser's name."""
+"""Functions that parse flag values. Argparse names the function in its error: `invalid integer_range value`."""
 
 import argparse
 

@@ -67,7 +67,7 @@ def _run_offline(flags: argparse.Namespace) -> None:
         options = comparison.OfflineOptions(
             model=model.path,
             load_format=flags.load_format,
-            # Without --prefix-len, prompts have no tokens in common: a prefix cache would find nothing.
+            # Without --prefix-len, prompts share no prefix: a prefix cache would find nothing.
             config=make_engine_config(flags, prefix_caching=flags.command == "throughput" and flags.prefix_len > 0),
             temperature=flags.temperature,
             repeat=flags.repeat,
@@ -179,7 +179,7 @@ def _run_speculation(flags: argparse.Namespace) -> None:
 
 
 def _load_models(flags: argparse.Namespace, load_format: "LoadFormat") -> "tuple[ModelDirectory, ModelSpec]":
-    """Returns the model's directory, and the model's spec with the draft model, if any.
+    """Returns the model's directory and spec. The spec includes the draft model if the flags name one.
 
     Raises ModelError or InvalidSettingsError.
     """

@@ -53,7 +53,7 @@ class TimedAnswer:
     start_time: time before the connection was opened.
     piece_times: arrival time of each delta with content; `(end_time,)` if no delta has content.
     end_time: arrival time of the finish reason.
-    accepted_drafts, rejected_drafts: numbers of tokens proposed by speculative decoding; 0 if the server reports none.
+    accepted_drafts, rejected_drafts: numbers of accepted and rejected drafts (proposed tokens); 0 if not reported.
     """
 
     start_time: float

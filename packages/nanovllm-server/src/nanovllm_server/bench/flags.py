@@ -83,7 +83,9 @@ def build_parser() -> argparse.ArgumentParser:
     grammars = add_command("grammars", "token gaps of unconstrained streams while other streams follow schemas")
     _add_server_flags(grammars)
     add = grammars.add_argument
-    repeat_help = "rounds, each of three mixes: no schemas; half of the streams have one; new schemas also compile"
+    repeat_help = (
+        "rounds of three mixes: no schemas; half of the streams follow a schema; and new schemas compile meanwhile"
+    )
     add("--streams", type=integer_at_least_2, default=64, help="simultaneous streams in each mix")
     add("--output-len", type=integer_at_least_2, default=256, help="tokens of each answer")
     add("--repeat", type=integer_at_least_1, default=5, help=repeat_help)
@@ -105,7 +107,13 @@ def build_parser() -> argparse.ArgumentParser:
     add("--warm-up-minutes", type=minutes, default=10.0, help="longest time before memory is measured")
     add("--flat-seconds", type=seconds, default=60.0, help="end each warm-up phase after this time of flat memory")
     add("--sample-interval", type=seconds, default=2.0, metavar="SECONDS", help="time between samples of memory")
-    add("--max-growth", type=float, default=2.0, metavar="PERCENT", help="fail if a process grows by this much")
+    add(
+        "--max-growth",
+        type=float,
+        default=2.0,
+        metavar="PERCENT",
+        help="fail if the memory of a process grows by this much",
+    )
     add("--seed", type=int, default=0, help="seed of the random traffic")
     add("--json", type=Path, metavar="FILE", help="write all figures to FILE")
 

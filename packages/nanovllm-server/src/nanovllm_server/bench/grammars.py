@@ -24,8 +24,7 @@ UNCONSTRAINED, HALF_CONSTRAINED, WITH_COMPILING = MIXES = (
     "half constrained",
     "half constrained, new schemas",
 )
-# Number of simultaneous requests with new schemas in the mix WITH_COMPILING.
-NUM_COMPILING_REQUESTS = 4
+NUM_COMPILING_REQUESTS = 4  # Number of simultaneous requests with new schemas in the mix WITH_COMPILING.
 WARM_UP_TOKENS = 4  # Output tokens of a warm-up request.
 PROMPT_LEN = 32  # Number of words in each prompt. Each word is one token.
 TEMPERATURE = 0.6

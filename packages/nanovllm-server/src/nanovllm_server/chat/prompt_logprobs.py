@@ -37,8 +37,7 @@ def iterate_entries(
     yield None
     for token_id, logprobs in zip(token_ids[1:], prompt_logprobs, strict=True):
         entries = {str(token_id): make_logprob(token_id, logprobs.logprob, logprobs.rank)}
-        # If the prompt token is also in `top`, the loop replaces its entry. Its rank is then its position in `top`, so
-        # that equally likely tokens have different ranks.
+        # If `top` also has the prompt token, the rank in `top` wins: equally likely tokens must have different ranks.
         for rank, (top_id, logprob) in enumerate(logprobs.top, 1):
             entries[str(top_id)] = make_logprob(top_id, logprob, rank)
         yield entries

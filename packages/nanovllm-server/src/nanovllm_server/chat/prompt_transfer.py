@@ -11,9 +11,9 @@ HOST_FIELD = f"{TRANSFER_PARAMS_FIELD}.remote_host"
 
 
 def find_prefix_peer(params: TransferParams | None, role: Role | None, info: EngineInfo) -> str:
-    """Returns the address of the engine that has computed the prompt; "" without such an engine.
+    """Returns the address of the engine that has computed the prompt; "" if this server must compute the prompt.
 
-    Raises: ApiError (400) if the server's role does not allow the request, or if the engine has no such peer.
+    Raises: ApiError (400) if the server's role does not allow the request, or if `params` name an unknown address.
     """
     if params is None:
         return ""
@@ -49,7 +49,7 @@ def find_prefix_peer(params: TransferParams | None, role: Role | None, info: Eng
 def describe_prompt(info: EngineInfo, host: str, response_id: str, num_prompt_tokens: int) -> KVTransferParams:
     """Returns the field `kv_transfer_params` of an answer, which a router sends to a decode server.
 
-    host: host that the decode server names as `remote_host`.
+    host: value of `remote_host`, the host at which decode servers reach this server's engine.
     """
     _, port = split_address(info.transfer_address)
     return {

@@ -20,7 +20,7 @@ from nanovllm_server.protocol.messages import Message, PastToolCall
 from nanovllm_server.protocol.template import TemplateOptions
 
 NUM_THREADS = 2  # for conversations shorter than MIN_LARGE_CHARACTERS
-# Conversations with at least this number of characters share one other thread, so that others do not wait for them.
+# Conversations with at least this number of characters share one other thread: short conversations need not wait.
 MIN_LARGE_CHARACTERS = 1 << 18
 DEFAULT_OPTIONS = TemplateOptions()
 ToolDefinitions = Sequence[Mapping[str, Any]]

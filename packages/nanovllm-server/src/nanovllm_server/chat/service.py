@@ -157,9 +157,10 @@ class Service:
 
         num_tokens: number of the prompt's tokens.
         """
-        if chat.transfer_params is None or not chat.transfer_params.do_remote_decode or self.transfer.host is None:
+        params, host = chat.transfer_params, self.transfer.advertised_host
+        if params is None or not params.do_remote_decode or host is None:
             return None
-        return describe_prompt(self.engine.info, self.transfer.host, response_id, num_tokens)
+        return describe_prompt(self.engine.info, host, response_id, num_tokens)
 
     def _shortest_timeout(self, chat: ChatRequest) -> float | None:
         limits = [seconds for seconds in (chat.timeout_s, self.request_timeout_s) if seconds is not None]
@@ -207,7 +208,7 @@ class Service:
             raise await self._locate_grammar_error(constraint, error) from error
 
     async def _locate_grammar_error(self, constraint: AnswerConstraint, error: GrammarError) -> ApiError:
-        """Returns an ApiError. If `error.place` is None, the result names the first field whose grammar fails alone."""
+        """Makes the ApiError. If `error.place` is None, finds the first field whose own grammar does not compile."""
         is_field_unknown = error.place is None and len(constraint.field_grammars) > 1
         for path, spec in constraint.field_grammars if is_field_unknown else ():
             try:

@@ -44,7 +44,7 @@ class AnswerConstraint:
     field_grammars: (path, grammar) of each request field that `spec` includes. If `spec` does not compile, the
         server may compile each of these grammars alone, to find the field at fault.
     unused_grammars: (path, grammar) of each request field that `spec` ignores. These grammars must compile too.
-    calls_only_at_start: whether an answer has calls only if a call comes first after the reasoning.
+    calls_only_at_start: whether an answer has calls only if its first text after the reasoning is a call.
     """
 
     spec: GrammarSpec

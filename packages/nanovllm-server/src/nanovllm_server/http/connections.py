@@ -17,8 +17,8 @@ from hypercorn.protocol.h11 import H11Protocol
 from hypercorn.typing import ASGIFramework
 
 from nanovllm_server.protocol.error import ApiError
+from nanovllm_server.settings import BACKLOG
 
-BACKLOG = 2048  # Maximum number of connections that this worker has not accepted yet.
 # A client that reads nothing for this time is dropped.
 WRITE_TIMEOUT_S = 60.0
 # Maximum number of bytes read from a connection at once. The default of event loops, 256 KiB, would take too much

@@ -31,9 +31,9 @@ def serialize_error_event(error: ApiError) -> bytes:
 
 
 class ChatStream:
-    """The server-sent events of one answer. The data of an event is a chunk, for example with new output of one choice.
+    """The server-sent events of one answer. Each event has one chunk: new output of one choice, or the token counts.
 
-    envelope: fields that all chunks of the answer share.
+    envelope: fields of the chunks, except choices and usage.
     include_usage: whether the last chunk has the token counts.
     has_continuous_usage: whether every chunk with a choice has the token counts up to this chunk.
     """

@@ -103,7 +103,7 @@ class Metrics(Collector):
         self.max_tokens = histogram("request_params_max_tokens", "Values of max_tokens.", TOKEN_COUNT_BOUNDS)
         self.event_loop_lag = histogram(
             "http_event_loop_lag_seconds",
-            "Delay of the event loops of HTTP workers, four samples a second.",
+            "Delay of the event loops of HTTP workers, sampled four times per second.",
             LAG_BOUNDS_S,
         )
         self._histograms = [value for value in vars(self).values() if isinstance(value, Histogram)]
@@ -189,7 +189,7 @@ class Metrics(Collector):
         bounds = [str(float(size)) for size, _ in stats.step_sizes[:-1]]
         counts = accumulate(count for _, count in stats.step_sizes) if stats.step_sizes else [0]
         buckets = list(zip([*bounds, "+Inf"], counts, strict=True))
-        help_text = "Tokens of a step, of prompts and decodes."
+        help_text = "Prompt and decode tokens per step."
         yield self._make_histogram("iteration_tokens_total", help_text, buckets, stats.iteration_tokens)
         yield self._make_counter(
             "graph_mode",
@@ -228,7 +228,7 @@ class Metrics(Collector):
 
     def _collect_transfer_metrics(self, stats: EngineStats) -> Iterator[Metric]:
         """Yields the metrics of KV blocks that travel between this engine and other engines."""
-        help_text = "Prompts by whether their blocks were fetched from another engine, and why not."
+        help_text = "Prompts, by the outcome of fetching their blocks from another engine."
         yield self._make_counter(
             "kv_transfer_requests", help_text, [({"outcome": outcome}, count) for outcome, count in stats.fetches]
         )
@@ -248,7 +248,7 @@ class Metrics(Collector):
         num_verified, num_accepted = stats.num_verified_drafts, stats.num_accepted_drafts
         num_drafts = num_verified[0] if num_verified else 0
         for name, help_text, value in (
-            ("spec_decode_num_drafts", "Times that a step verified the drafts of a request.", num_drafts),
+            ("spec_decode_num_drafts", "Number of times that a step verified drafts of a request.", num_drafts),
             ("spec_decode_num_draft_tokens", "Drafts (proposed tokens) verified.", sum(num_verified)),
             ("spec_decode_num_accepted_tokens", "Drafts accepted.", sum(num_accepted)),
         ):

@@ -30,6 +30,7 @@ def to_parameter_json(value: str, schema: JSON, key: str) -> str:
 
     If the parameter has no schema or may be a string, the text becomes a string. Exception: "null" becomes null if the
     parameter may also be null. For other parameters, JSON text stays unchanged, and other text becomes a string.
+    These parameters also accept PYTHON_WORDS if they may be a boolean or null.
     """
     parameter_schema = _find_parameter_schema(schema, key)
     if not isinstance(parameter_schema, dict):

@@ -1,6 +1,6 @@
-"""Finds the model's directory. Downloads and the default model's conversion run in a process of their own.
+"""Finds the model's directory. A separate process downloads models and converts the default model.
 
-The server can kill this process at any time. The conversion needs torch, and the parent stays small without torch.
+The server can kill this process at any time. The conversion imports torch, which would make the parent large.
 """
 
 import asyncio

@@ -83,7 +83,7 @@ class PrefillEngine:
         backoff_s = 0.0
         while True:
             reason, served_s = await self._serve_until_death()
-            backoff_s = compute_backoff_s(backoff_s, served_s)
+            backoff_s = compute_restart_delay_s(backoff_s, served_s)
             self._logger.error("prefill engine died", reason=reason, restart_delay_s=backoff_s)
             await asyncio.sleep(backoff_s)
 
@@ -92,7 +92,7 @@ class PrefillEngine:
         if self._client is None:
             try:
                 await self._start()
-            except Exception as error:  # noqa: BLE001 (whatever the reason, the server needs no prefill engine)
+            except Exception as error:  # noqa: BLE001 (the server also works without a prefill engine)
                 return f"{type(error).__name__}: {error}", 0.0
         loop = asyncio.get_running_loop()
         begin_s = loop.time()
@@ -110,7 +110,7 @@ def start_prefill_engine(recipe: EngineRecipe, settings: TransferSettings) -> tu
     recipe: recipe of a single engine. Raises ConfigError if `kv_offload_dir` can't be used.
     """
     offload_dir = recipe.engine_config.kv_offload_dir
-    # The hashes of blocks depend on the secret. With the secret of kv_offload_dir, a later server finds the files.
+    # Block hashes depend on the secret. With the secret in kv_offload_dir, a later server finds this server's files.
     directory = TransferDirectory(None if offload_dir is None else load_secret(offload_dir))
     config = replace(recipe.engine_config, transfer_secret_file=directory.secret_file)
     prefill_config = replace(config, transfer_listen=directory.address, trace=None)
@@ -129,7 +129,7 @@ async def wait_for_death(engine: EngineClient) -> str:
     return engine.death_reason
 
 
-def compute_backoff_s(last_backoff_s: float, served_s: float) -> float:
+def compute_restart_delay_s(last_backoff_s: float, served_s: float) -> float:
     """Returns the delay before a restart.
 
     last_backoff_s: the last delay; 0 if none. served_s: time for which the engine served before it died.

@@ -51,7 +51,7 @@ class RingMemory:
 class Ring:
     """A ring buffer. Only one thread may write at a time.
 
-    A position is the number of bytes that were ever written before it. Positions never wrap.
+    A position is the number of bytes written to the ring before this point. Positions never wrap.
     """
 
     def __init__(self, memory: memoryview):
@@ -131,7 +131,7 @@ class RingReader:
 
 
 def _checksum(payload: bytes | bytearray, position: int) -> int:
-    """Sums the payload's 64-bit words, its length, its position and 1. A CRC would take ten times as long."""
+    """Sums the payload's 64-bit words and length, the message's position, and 1. A CRC would take ten times as long."""
     num_words = len(payload) // 8
     word_sum = int(np.frombuffer(payload, np.uint64, num_words).sum())
     remainder = int.from_bytes(payload[8 * num_words :], "little")

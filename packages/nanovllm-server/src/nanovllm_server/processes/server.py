@@ -25,6 +25,7 @@ from nanovllm_server.processes.prefill_engine import PrefillEngine, start_prefil
 from nanovllm_server.processes.worker_pool import WorkerPool
 from nanovllm_server.processes.worker_protocol import WorkerArguments
 from nanovllm_server.settings import (
+    BACKLOG,
     Settings,
     SettingsError,
     TransferSettings,
@@ -32,9 +33,7 @@ from nanovllm_server.settings import (
     read_template,
 )
 
-# Maximum number of connections per worker that the worker has not accepted yet.
-BACKLOG = 2048
-# Maximum unsent bytes per connection in the kernel. While more are unsent, the worker joins new text into one event.
+# Maximum unsent bytes per connection in the kernel. Above this number, the worker joins new text into one event.
 MAX_UNSENT_BYTES = 16 << 10
 # The kernel drops clients that acknowledge no data for this time.
 ACKNOWLEDGE_TIMEOUT_S = 75
@@ -128,7 +127,7 @@ def bind(host: str, port: int, num_sockets: int) -> list[socket.socket]:
 
 
 def _check_port_is_free(family: int, address: Any) -> None:
-    # With SO_REUSEPORT, two servers would silently share a port. The test socket lacks it: it can't bind a port in use.
+    # With SO_REUSEPORT, two servers would silently share a port. A socket without this option can't bind a port in use.
     with socket.socket(family) as test_socket:
         test_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         test_socket.bind(address)
@@ -274,7 +273,7 @@ def format_banner(info: EngineInfo, settings: Settings, host: str, port: int) ->
         f"{warning}"
         f"  page     {url}/\n"
         f"  model    {', '.join(names)} ({info.dtype} on {device}, attention: {info.attention_backend})\n"
-        f"  products {info.matmul_arithmetic}\n"
+        f"  matmul   {info.matmul_arithmetic}\n"
         f"  cache    {cache}, context {info.max_model_len} tokens, {info.max_num_seqs} requests at once\n"
         f"{transfer}\n"
         f"curl {url}/v1/chat/completions{key_header} -H 'Content-Type: application/json' "

@@ -35,7 +35,7 @@ from nanovllm_server.protocol.error import unavailable
 CLOSE_TIMEOUT_S = 3.0  # time for open connections to end after the order "close"
 # Timeout of idle connections and request headers. Longer than the timeouts of most clients and proxies: if the server
 # closed an idle connection first, a client could send a request on the closed connection.
-KEEP_ALIVE_S = 75
+IDLE_TIMEOUT_S = 75
 MEMORY_RETURN_INTERVAL_S = 10.0
 SHUTDOWN_REASON = "the server is shutting down"
 
@@ -66,7 +66,7 @@ class ParentPipe:
             if self._worker_task is not None:
                 self._worker_task.cancel()
             return
-        if order == "answer":
+        if order == "report_alive":
             # If the parent has ended, the next call of this function cancels the task.
             with suppress(BrokenPipeError):
                 self.report("alive")
@@ -161,7 +161,7 @@ def _load_tokenizer(arguments: WorkerArguments) -> nanovllm_models.Tokenizer:
 
 def select_chat_format(arguments: WorkerArguments, template: str) -> nanovllm_models.ChatFormat:
     """Returns the formats that the settings name; if a setting is None, the template's format. Raises ModelError."""
-    detected = nanovllm_models.read_format(arguments.model, template)
+    detected = nanovllm_models.read_chat_format(arguments.model, template)
     reasoning, tool_calls = arguments.settings.reasoning_parser, arguments.settings.tool_call_parser
     # The setting "none" is not a key of these tables, so `get` returns None, which means no format.
     return nanovllm_models.ChatFormat(
@@ -210,7 +210,7 @@ def make_hypercorn_config() -> Config:
     error_logger.setLevel(logging.WARNING)
     config = Config()
     config.errorlog = error_logger
-    config.keep_alive_timeout = KEEP_ALIVE_S
+    config.keep_alive_timeout = IDLE_TIMEOUT_S
     config.graceful_timeout = CLOSE_TIMEOUT_S
     config.include_server_header = False
     # Maximum number of received parts of a request's body that the application has not read yet.

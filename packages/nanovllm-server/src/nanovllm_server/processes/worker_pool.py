@@ -21,7 +21,7 @@ MAX_BACKOFF_S = 30.0
 class WorkerProcess:
     """One worker's process.
 
-    is_alive: whether the worker's event loop has answered the last `ask_if_alive`.
+    has_answered: whether the worker's event loop has answered the last `ask_if_alive`.
     ready: done when the worker can serve; has an exception if the worker can't start.
     drained: done when the worker's last request has ended after the order "drain".
     exited: done when the process has ended; the result is the exit code.
@@ -41,7 +41,7 @@ class WorkerProcess:
         self.ready: asyncio.Future[None] = self._loop.create_future()
         self.drained: asyncio.Future[None] = self._loop.create_future()
         self.exited: asyncio.Future[int | None] = self._loop.create_future()
-        self.is_alive = True
+        self.has_answered = True
         self._loop.add_reader(self._pipe.fileno(), self._on_report)
 
     def send_order(self, order: WorkerOrder) -> None:
@@ -53,9 +53,9 @@ class WorkerProcess:
                 self._on_exit()
 
     def ask_if_alive(self) -> None:
-        """Asks the worker's event loop to answer. Requires `is_alive`: unanswered questions may fill the pipe."""
-        self.is_alive = False
-        self.send_order("answer")
+        """Asks the worker's event loop to answer. Requires `has_answered`: unanswered questions may fill the pipe."""
+        self.has_answered = False
+        self.send_order("report_alive")
 
     def kill(self) -> None:
         """Kills the process."""
@@ -73,7 +73,7 @@ class WorkerProcess:
             case "drained":
                 self.drained.set_result(None)
             case "alive":
-                self.is_alive = True
+                self.has_answered = True
             case StartFailure(message, is_user_error):
                 self.ready.set_exception((SettingsError if is_user_error else RuntimeError)(message))
 
@@ -146,7 +146,7 @@ class WorkerPool:
                 begin_s = loop.time()
                 await self._watch(index)
                 exit_code = self._workers[index].exited.result()
-                backoff_s = 0.0 if loop.time() - begin_s >= STABLE_RUN_S else compute_backoff_s(backoff_s)
+                backoff_s = 0.0 if loop.time() - begin_s >= STABLE_RUN_S else compute_replacement_delay_s(backoff_s)
                 self._logger.error("HTTP worker died", worker=index, exit_code=exit_code, replaced_after_s=backoff_s)
                 await asyncio.sleep(backoff_s)
                 worker = self._workers[index] = WorkerProcess(self._arguments[index])
@@ -161,7 +161,7 @@ class WorkerPool:
         # Unlike `await`, `wait` does not cancel the future when this task is cancelled.
         if not (await asyncio.wait((worker.ready,), timeout=START_TIMEOUT_S))[0]:
             worker.kill()
-            # After the kill, `ready` has an exception, but its message names only the exit code: raise a clearer one.
+            # The kill sets an exception on `ready` that names only the exit code: raise a clearer exception.
             await asyncio.wait((worker.ready,))
             worker.ready.exception()
             raise RuntimeError(f"the replacement of HTTP worker {index} was not ready after {START_TIMEOUT_S:g} s")
@@ -174,7 +174,7 @@ class WorkerPool:
         num_missed_intervals = 0
         worker.ask_if_alive()
         while not (await asyncio.wait((worker.exited,), timeout=interval_s))[0]:
-            if worker.is_alive:
+            if worker.has_answered:
                 num_missed_intervals = 0
                 worker.ask_if_alive()
                 continue
@@ -192,6 +192,6 @@ class WorkerPool:
         self._replace_tasks.clear()
 
 
-def compute_backoff_s(last_backoff_s: float) -> float:
+def compute_replacement_delay_s(last_backoff_s: float) -> float:
     """Returns the delay before replacing a worker that died early. last_backoff_s: the last delay; 0 if none."""
     return min(2 * last_backoff_s, MAX_BACKOFF_S) if last_backoff_s else FIRST_BACKOFF_S

@@ -12,9 +12,9 @@ from nanovllm_server.protocol.request import SamplingDefaults
 from nanovllm_server.settings import Settings
 
 # open: serve. drain: refuse new requests, and report the end of the last running request. close: exit.
-# answer: report "alive" from the event loop.
-WorkerOrder = Literal["open", "drain", "close", "answer"]
-# ready: the worker can serve. drained: after the order "drain", the last request has ended. alive: see "answer".
+# report_alive: report "alive" from the event loop.
+WorkerOrder = Literal["open", "drain", "close", "report_alive"]
+# ready: the worker can serve. drained: after the order "drain", the last request has ended. alive: see "report_alive".
 WorkerReport = Literal["ready", "drained", "alive"]
 
 

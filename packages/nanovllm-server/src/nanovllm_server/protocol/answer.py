@@ -14,11 +14,11 @@ from nanovllm_server.protocol.field_reader import FieldReader
 from nanovllm_server.protocol.json import JSON
 from nanovllm_server.protocol.schema import require_small_schema
 
-# Maximum lengths are in characters.
+# Maximum lengths are in characters. For a structural tag, MAX_GRAMMAR_LENGTH counts bytes of JSON.
 MAX_SCHEMA_NAME_LENGTH = 64
 MAX_REGEX_LENGTH = 16 << 10
 MAX_GRAMMAR_LENGTH = 128 << 10
-MAX_CHOICES = 1024
+MAX_CHOICE_STRINGS = 1024
 MAX_CHOICE_LENGTH = 4096
 # Maximum nesting depth of a structural tag. JSON schemas in the tag have their own limit.
 MAX_TAG_DEPTH = 64
@@ -162,9 +162,9 @@ def _read_regex(fields: FieldReader) -> RegexAnswer | None:
 
 
 def _read_choice(fields: FieldReader) -> ChoiceAnswer | None:
-    expected = f"an array of 1 to {MAX_CHOICES} strings"
+    expected = f"an array of 1 to {MAX_CHOICE_STRINGS} strings"
     choice_schema: dict[str, JSON] = {"type": "string", "minLength": 1, "maxLength": MAX_CHOICE_LENGTH}
-    choices = fields.array("choice", expected, MAX_CHOICES, choice_schema)
+    choices = fields.array("choice", expected, MAX_CHOICE_STRINGS, choice_schema)
     if choices is None:
         return None
     if not choices:

@@ -180,10 +180,10 @@ class ChunkChoice(TypedDict):
 
 class ChatCompletionChunk(TypedDict):
     """One event of a streamed answer.
-    usage: absent unless requested. Only the last chunk, which has no choices, has a value that is not null. With
-    continuous_usage_stats, every chunk has the usage so far.
+    usage: absent unless requested. null except in the last chunk, which has no choices. With continuous_usage_stats,
+    every chunk has the usage so far.
     prompt_token_ids: on request, in the first chunk.
-    kv_transfer_params: like in ChatCompletion, in the last chunk with a choice.
+    kv_transfer_params: as in ChatCompletion, in the last chunk with a choice.
     """
 
     id: str

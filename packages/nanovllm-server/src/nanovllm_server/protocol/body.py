@@ -55,7 +55,7 @@ def _has_too_many_values(data: bytes | bytearray) -> bool:
 
 
 def _split(data: bytes | bytearray) -> Iterator[bytes]:
-    """Yields copies of pieces of `data`. For a copy of the whole body, allocating would take longer than copying."""
+    """Yields copies of small pieces of `data`. A copy of the whole body would need a slow, large allocation."""
     view = memoryview(data)
     for start in range(0, len(data), _PIECE_BYTES):
         yield bytes(view[start : start + _PIECE_BYTES])

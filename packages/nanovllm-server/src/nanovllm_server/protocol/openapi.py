@@ -106,7 +106,7 @@ EXAMPLES: dict[str, dict[str, JSON]] = {
 FIELD_DESCRIPTIONS: dict[str, str] = {
     "top_k": "Number of likeliest tokens to sample from; 0 and -1: sample from all tokens.",
     "min_p": "Sample only from tokens at least this likely, as a share of the likeliest token's probability.",
-    "repetition_penalty": "Divides the logits of tokens in the prompt or the output; above 1 discourages them.",
+    "repetition_penalty": "Above 1 makes tokens of the prompt and the output less likely; below 1 more likely.",
     "min_tokens": "Stop strings, stop tokens and the end-of-sequence token have no effect before this many tokens.",
     "ignore_eos": "Continue after the end-of-sequence token.",
     "stop_token_ids": "Tokens that end the answer.",
@@ -123,7 +123,7 @@ FIELD_DESCRIPTIONS: dict[str, str] = {
     "kv_transfer_params": "Set by routers between servers with --role prefill and with --role decode; needs --role.",
     "request_id": "The id of the request, instead of the X-Request-Id header.",
     "prompt_logprobs": "Return log-probabilities of each prompt token and this many likely tokens; not for streams.",
-    "seed": "The same seed gives the same tokens, whatever other requests the server has.",
+    "seed": "The same seed gives the same random numbers. Other requests can change a token only through rounding.",
 }
 EVENT_STREAM_DESCRIPTION = (
     "Server-sent events. Each event's data is a ChatCompletionChunk. If the answer fails, an event named `error` has "
@@ -141,7 +141,7 @@ ERROR_DESCRIPTIONS = {
     415: "The Content-Type is not JSON.",
     429: "The queue is full.",
     500: "A bug; the log has details under the id in the message.",
-    503: "The server is draining, the engine is dead, or large bodies fill the server's memory for bodies.",
+    503: "The server is draining, the engine is dead, or the memory for large request bodies is full.",
     504: "The answer took longer than the limit of the request or of the server.",
 }
 

@@ -94,7 +94,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """Fields that all chunks of an answer share.
+    """Fields of an answer or of its chunks, except choices and usage.
 
     prompt_token_ids: None if not requested.
     transfer_params: where decode servers can fetch the prompt; None if not requested.

@@ -40,7 +40,7 @@ class _ObjectNode:
 
     alternatives: schemas by field; a value must match at least one of the field's schemas.
     children: nested objects by field; an array has one child for all its objects.
-    required: fields without which `read` refuses each of the examples; None before the first example.
+    required: fields that `read` requires in every example; None before the first example.
     """
 
     alternatives: dict[str, list[Schema]] = field(default_factory=dict[str, list[Schema]])

@@ -95,7 +95,7 @@ def _plan_cute_decodes(
     backend: Backend,
     dtype: torch.dtype,
 ) -> AttentionBatch:
-    """Plan the requests that the CuTe DSL kernel computes, if it supports sizes and dtypes. Return the new batch.
+    """Plan the requests of the CuTe DSL kernel, if the kernel supports the sizes and dtypes. Return the new batch.
 
     If each request has few queries (for example, decodes with drafts), the kernel computes all requests. If not, the
     kernel computes only the requests with one query.
@@ -154,9 +154,9 @@ def _plan_work_lists(
     queries_per_tile = [config.block_m // group_size for config in configs]
     min_query_len = 2 if num_decodes == 0 or batch.cute_seq_lens is not None else 1
     query_len_ranges = split_query_lens(*queries_per_tile, min_query_len, batch.max_query_len)
-    # The default filter excludes no request. Another filter excludes the requests that FlashAttention computes.
+    # The default filter excludes no request. Another filter excludes those that FlashAttention computes.
     request_filter, excluded_query_lens = WorkListFilter(), None
-    min_flash_queries = flash_prefill.MIN_CAPTURED_TOKENS if num_decodes is None else 2
+    min_flash_queries = flash_prefill.MIN_CAPTURED_QUERY_LEN if num_decodes is None else 2
     uses_flash = (
         bool(query_len_ranges[1])
         and batch.max_query_len >= min_flash_queries
@@ -216,7 +216,7 @@ def min_tokens_of_whole_prompt_graphs(kv_cache: Tensor, backend: Backend) -> int
     """
     is_latent = kv_cache.shape[2] == 1  # MLA's cache has one latent vector per token.
     uses_flash = not is_latent and _supports_flash(kv_cache.shape[3], kv_cache.dtype, backend)
-    return flash_prefill.MIN_CAPTURED_TOKENS if uses_flash else None
+    return flash_prefill.MIN_CAPTURED_QUERY_LEN if uses_flash else None
 
 
 def make_attention_estimator(num_heads: int, num_kv_heads: int, device: torch.device) -> AttentionEstimator:
@@ -253,7 +253,7 @@ def paged_attention(
     Returns: contiguous [T, Hq, D] in q's dtype.
     """
     if batch.uses_numba_gqa:
-        return _paged_attention_in_place(q, kv_cache, batch, scale)
+        return _attend_with_numba(q, kv_cache, batch, scale)
     if batch.torch_plan is not None:
         return gqa_reference.paged_attention(q, kv_cache, kv_scales, batch.torch_plan, scale)
     batch.check_element_size(q, kv_cache)
@@ -276,7 +276,7 @@ def paged_attention(
     )
 
 
-def _paged_attention_in_place(q: Tensor, kv_cache: Tensor, batch: AttentionBatch, scale: float) -> Tensor:
+def _attend_with_numba(q: Tensor, kv_cache: Tensor, batch: AttentionBatch, scale: float) -> Tensor:
     from nanovllm_kernels.attention.gqa import numba_gqa
 
     queries = q.float()
@@ -327,7 +327,7 @@ def _paged_attention_op(
             triton_gqa.attend_to_pages(q, requests, WorkList(*work), scale, out, many_queries=many_queries)
     if flash_tensors and step_keys_values is not None:
         keys, values = step_keys_values.chunk(2, 1)
-        flash_prefill.attend_to_rows(q, keys, values, FlashRequests(*flash_tensors), scale, max_query_len, out)
+        flash_prefill.attend_to_step_tokens(q, keys, values, FlashRequests(*flash_tensors), scale, max_query_len, out)
     elif flash_tensors:
         flash_prefill.attend_to_pages(q, kv_cache, FlashRequests(*flash_tensors), scale, max_query_len, out)
     return out

@@ -84,7 +84,7 @@ def supports_decode(
 
 
 def max_tile_queries(group_size: int, cache_dtype: torch.dtype) -> int:
-    """Return the maximum number of queries in a tile; 0 if a tile has not enough rows for one query."""
+    """Return the maximum number of queries in a tile; 0 if a tile has too few rows for one query."""
     return (TILE_ROWS // 2 if cache_dtype == fp8.DTYPE else TILE_ROWS) // group_size
 
 

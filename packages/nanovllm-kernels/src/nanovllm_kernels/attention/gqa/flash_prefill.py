@@ -17,9 +17,9 @@ ROW_HEAD_DIMS = ((192, 128),)
 # Minimum value to pass as FlashAttention's `max_seqlen_q`. If all queries fit one tile, FlashAttention uses another
 # kernel, which it compiles on first use. This minimum exceeds a tile, so that all steps use the same compiled kernel.
 MIN_QUERY_LEN_BOUND = 256
-# A captured step uses FlashAttention only if the step has at least this many tokens. Smaller captured steps use the
-# work-list kernels, because FlashAttention would leave most of the device idle.
-MIN_CAPTURED_TOKENS = 512
+# A captured step uses FlashAttention only if one request may have at least this many queries. Smaller captured steps
+# use the work-list kernels, because FlashAttention would leave most of the device idle.
+MIN_CAPTURED_QUERY_LEN = 512
 # Page size, in tokens, and head sizes with which the bulk copy engine (TMA) copies pages. Smaller pages are slower.
 TMA_PAGE_SIZE = 128
 TMA_HEAD_DIMS = (64, 96, 128)
@@ -31,7 +31,7 @@ def supports_pages(head_dim: int, dtype: torch.dtype) -> bool:
 
 
 def supports_rows(key_dim: int, value_dim: int, dtype: torch.dtype) -> bool:
-    """Return whether `attend_to_rows` supports these head sizes and this dtype."""
+    """Return whether `attend_to_step_tokens` supports these head sizes and this dtype."""
     return (key_dim, value_dim) in ROW_HEAD_DIMS and dtype in (torch.bfloat16, torch.float16)
 
 
@@ -58,7 +58,7 @@ def attend_to_pages(
     )
 
 
-def attend_to_rows(
+def attend_to_step_tokens(
     q: Tensor, keys: Tensor, values: Tensor, requests: FlashRequests, scale: float, max_query_len: int, out: Tensor
 ) -> None:
     """Compute attention of `requests` whose tokens are all in this step, and write the results to `out`.

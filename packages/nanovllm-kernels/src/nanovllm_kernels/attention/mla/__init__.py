@@ -1,8 +1,8 @@
 """Computes multi-head latent attention (DeepSeek-AI 2024, https://arxiv.org/abs/2405.04434) over a paged cache.
 
 The cache holds one latent and one rotated key part (with rotary embedding) per token, shared by all heads. Absorbed
-attention works on latents: it projects queries into the latent space, and projects results back. A whole prompt is a
-prompt that has all of its tokens in the step. For whole prompts, latents are expanded to keys and values instead,
+attention works on latents: it projects queries into the latent space, and projects results back. A whole prompt has
+several tokens, and all of them are in the step. For whole prompts, latents are expanded to keys and values instead,
 because this needs less arithmetic. The projections of absorbed attention skip whole prompts at the end of a step. A
 key has K unrotated and R rotated elements, a value has V elements, and a latent has L elements.
 """
@@ -176,7 +176,7 @@ def _attend_whole_prompts(
     torch.bmm(latents_by_head, key_expansion, out=keys[:, :, :key_dim].transpose(0, 1))
     _copy_k_rope_to_heads_op(k_rope, keys)
     torch.bmm(latents_by_head, value_expansion, out=values.transpose(0, 1))
-    flash_prefill.attend_to_rows(q, keys, values, batch.flash_requests, scale, batch.max_query_len, out)
+    flash_prefill.attend_to_step_tokens(q, keys, values, batch.flash_requests, scale, batch.max_query_len, out)
 
 
 @torch.library.custom_op("nanovllm::project_heads", mutates_args=("out",))

@@ -172,7 +172,7 @@ def _attend_latents(
     dims = tl.arange(0, PADDED_LATENT_DIM)
     rope_dims = tl.arange(0, PADDED_ROPE_DIM)
     query_sources = (q_latent_ptr, q_rope_ptr, num_tokens, rope_stride_token, rope_stride_head)
-    # disable_licm: addresses that stay in registers across tiles would leave too few registers for the products.
+    # Disable loop-invariant code motion (licm): hoisted addresses would occupy registers that the products need.
     for tile in tl.range(first_tile, end_tile, disable_licm=True):
         first_block, end_block, partial_slot = load_segment(tile_first_blocks_ptr, tile, part, part_start, part_end)
         request, first_query, query_start, query_len, context_len = load_tile(

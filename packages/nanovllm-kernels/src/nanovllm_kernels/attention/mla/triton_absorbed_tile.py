@@ -76,7 +76,7 @@ def attend_range(
     """Attend to latents at positions [begin, end). Return (weighted sum, maximum score, sum of weights) of each query.
 
     query: result of `load_queries`.
-    cache: (pointer to the cache, pointer to biased exponents of its scales, pointer to the request's page numbers).
+    cache: (pointer to the cache, pointer to the scales' biased exponents, pointer to the request's page numbers).
     QUANTIZED: whether the cache is FP8. The returned maximum is then the maximum score minus 15, and the sum
         of weights excludes the scales.
     """

@@ -218,8 +218,8 @@ def _attend_whole_prompts(
     unmasked_end = (first_query + 1) // BLOCK_N * BLOCK_N
     for masked in tl.static_range(2):
         for start in tl.range(unmasked_end if masked else 0, end if masked else unmasked_end, BLOCK_N):
-            keys = start + tl.arange(0, BLOCK_N)
-            key_mask = keys < end
+            key_positions = start + tl.arange(0, BLOCK_N)
+            key_mask = key_positions < end
             k_mask = (key_dims < KEY_DIM)[:, None]
             rope_mask = (rope_dims < ROPE_DIM)[:, None]
             v_mask = (value_dims < VALUE_DIM)[None, :]
@@ -227,7 +227,7 @@ def _attend_whole_prompts(
                 k_mask = k_mask & key_mask[None, :]
                 rope_mask = rope_mask & key_mask[None, :]
                 v_mask = v_mask & key_mask[:, None]
-            key_rows = keys.to(tl.int64)
+            key_rows = key_positions.to(tl.int64)
             k = tl.load(kv_ptr + key_rows[None, :] * TOKEN_STRIDE + key_dims[:, None], mask=k_mask, other=0.0)
             k_rope = tl.load(
                 k_rope_ptr + key_rows[None, :] * rope_stride_token + rope_dims[:, None], mask=rope_mask, other=0.0
@@ -235,7 +235,7 @@ def _attend_whole_prompts(
             scores = tl.dot(q, k, input_precision="ieee")
             scores = tl.dot(q_rope, k_rope, scores, input_precision="ieee") * scale_log2
             if masked:
-                scores = tl.where(keys[None, :] <= queries[:, None], scores, float("-inf"))
+                scores = tl.where(key_positions[None, :] <= queries[:, None], scores, float("-inf"))
             v = tl.load(
                 kv_ptr + KEY_DIM + key_rows[:, None] * TOKEN_STRIDE + value_dims[None, :], mask=v_mask, other=0.0
             )

@@ -31,7 +31,7 @@ class AttentionBatch:
     narrow_work: work list (equal shares of attention work) for Triton, in tiles of few queries.
     wide_work: work list for Triton, in tiles of many queries.
     cute_seq_lens: int32 [n], number of tokens that the CuTe DSL kernel reads for each tile or request. If `cute_tiles`
-        is set, this is `QueryTiles.lens`. If not, this has one element per request, 0 for one with several queries.
+        is set, this is `QueryTiles.lens`. If not, a request's number is 0 unless the request has one query.
     cute_tiles: `QueryTiles.queries`, with which the CuTe DSL kernel computes all requests. None: the kernel computes
         only requests with one query.
     num_absorbed_tokens: int32 [1], number of leading tokens that may need attention over latents (absorbed attention).

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Maximum number of tokens copied at once. A larger copy spends most of its time on page faults of new memory.
+# Maximum number of tokens copied for several decodes at once. A larger copy mostly waits for page faults of new memory.
 MAX_GATHER_TOKENS = 8192
 # For bf16 on a CPU with AMX, torch compiles and keeps kernels for each pair (number of queries, number of keys). There
 # are few pairs if both numbers are padded to multiples of this number.

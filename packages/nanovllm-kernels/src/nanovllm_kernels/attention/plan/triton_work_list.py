@@ -23,7 +23,7 @@ def plan_work(
     min_context: int,
     max_excluded: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute the operator `work_list._plan_work_op`, which describes the arguments and results."""
+    """Implement the operator `work_list._plan_work_op`, which describes the arguments and results."""
     num_reqs = seq_lens.shape[0]
     tile_ends = seq_lens.new_empty((num_reqs,))
     outputs = (

@@ -1,6 +1,6 @@
-"""The two cases of `nanovllm-bench conversations`, each measured on one server.
+"""Measures the cases of `nanovllm-bench conversations`: `returns` (turns after pauses) and `burst` (turns at once).
 
-The assistant's messages in a prompt are fixed texts, not the server's answers. All servers get the same prompts.
+The assistant's messages in a prompt are random texts, not the server's answers. All servers get the same prompts.
 """
 
 import asyncio
@@ -60,7 +60,7 @@ class ConversationRunner:
     async def _run_returns(self, client: CaseClient, repetition: int) -> Repetition:
         sizes, semaphore = self._sizes, asyncio.Semaphore(self._sizes.concurrency)
         names = [f"returns {repetition} {index}" for index in range(sizes.conversations)]
-        # All texts exist before the first request, so that their computation delays no request.
+        # Make all texts before the first request, so that no request waits for its text.
         prompts_and_pauses = [(self._turn_prompts(sizes.turns, name), self._think_times(name)) for name in names]
         conversations = await asyncio.gather(
             *(self._converse(client, semaphore, prompts, pauses_s) for prompts, pauses_s in prompts_and_pauses)

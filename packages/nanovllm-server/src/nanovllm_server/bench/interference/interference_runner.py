@@ -27,7 +27,7 @@ class InterferenceRunner:
         self._server = server
         self._settings = settings
         self._sizes = settings.sizes
-        # TTFTs of long prompts that run alone. short-beside-long spreads its short requests over their median.
+        # TTFTs of long prompts that run alone. short-beside-long spreads its short requests over the median TTFT.
         self._long_alone_ttfts_s: list[float] = []
         self._measure_by_case = {
             "long-alone": self._measure_long_alone,

@@ -39,7 +39,7 @@ class InterferenceSizes(WorkloadSizes):
         _DECODES, integer_at_least_1, 30_000, "tokens of each prompt that arrives while the streams decode"
     )
     num_prompts: int = size_field(
-        _DECODES, integer_at_least_1, 3, "prompts that arrive at once in the case decodes-beside-long"
+        _DECODES, integer_at_least_1, 3, "number of prompts that arrive at once in the case decodes-beside-long"
     )
     arrival_rates: tuple[float, ...] = size_field(
         _ARRIVALS, finite_rates, (0.0, 0.5, 1.0), "prompts per second, one run per rate", metavar="RATE,..."

@@ -1,1 +1,1 @@
-"""The commands `throughput`, `latency` and `prefill`: our engine runs in this process, a peer in another."""
+"""The commands `throughput`, `latency` and `prefill`: our engine in this process, other engines (peers) in others."""

@@ -67,9 +67,9 @@ async def time_engine(
                     first_label = f"{label}, first tokens"
                     _, all_first_tokens_s = await _run(engine, _with_max_tokens(requests, 1), temperature, first_label)
                 before = engine.stats
-                counts = await _run(engine, requests, temperature, label)
+                num_tokens, last_token_s = await _run(engine, requests, temperature, label)
                 acceptance_length = _find_acceptance_length(before, engine.stats)
-                timings.append(RunTiming(*counts, all_first_tokens_s, acceptance_length))
+                timings.append(RunTiming(num_tokens, last_token_s, all_first_tokens_s, acceptance_length))
             timings_by_case.append(timings)
         return timings_by_case
     finally:
@@ -77,6 +77,7 @@ async def time_engine(
 
 
 def _find_acceptance_length(before: EngineStats, after: EngineStats) -> float | None:
+    # Each step in which a request has drafts verifies one draft at position 0.
     num_verifications = sum(after.num_verified_drafts[:1]) - sum(before.num_verified_drafts[:1])
     if num_verifications == 0:
         return None

@@ -60,10 +60,10 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class PeerHeads:
-    """How a peer uses the multi-token heads of the model.
+    """How a peer uses the model's heads for multi-token prediction (MTP).
 
     num_drafts: drafts per step.
-    acceptance_length: mean number of tokens per step with drafts, which the peer forces; None to verify the drafts.
+    acceptance_length: mean tokens per step with drafts. The peer forces this mean, or verifies the drafts if None.
     """
 
     num_drafts: int
@@ -132,7 +132,7 @@ def run_peer(peer: Peer, job: PeerJob) -> PeerResult:
             )
         except OSError as error:
             raise BenchError(f"can't start the peer with {peer.python}: {error.strerror}") from error
-        # stdout ends only when all processes of the peer have closed it. A thread kills the others when the peer exits.
+        # stdout ends only when all processes of the peer have closed it. When the peer exits, a thread kills the rest.
         killer_thread = threading.Thread(target=_kill_group_after_exit, args=(process,))
         with process:
             killer_thread.start()

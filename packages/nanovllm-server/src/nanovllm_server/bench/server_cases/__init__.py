@@ -1,1 +1,1 @@
-"""What commands share that measure cases on several servers: flags, texts, a client, results and tables."""
+"""Code of all commands that measure cases on several servers: flags, texts, a client, results and tables."""

@@ -24,7 +24,7 @@ NUM_LARGE_OBJECTS = 40
 NUM_LARGE_OBJECT_FIELDS = 20
 # Maximum number of words of a long prompt, which fills the server's caches.
 MAX_CACHED_PROMPT_WORDS = 20_000
-# On a CPU, a step rarely has more tokens than this number of random prompts of maximum length.
+# On a CPU, a step rarely has more tokens than this many random prompts of maximum length have together.
 MAX_LONGEST_PROMPTS_PER_STEP = 4
 # Number of different prefixes that prompts share, so that they use the prefix cache.
 NUM_SHARED_PREFIXES = 8
@@ -313,7 +313,7 @@ async def _send_and_read(random: Random, exchange: Exchange, reader: StreamReade
 
 def _has_whole_body(answer: bytearray) -> bool:
     """Whether the answer has all bytes of its Content-Length. False for an answer without this header."""
-    # After a refusal, the server keeps the connection open for the rest of the request: don't wait until it closes.
+    # After a refusal, the server keeps the connection open for the rest of the request: don't wait for a close.
     head, _, body = answer.partition(b"\r\n\r\n")
     length = CONTENT_LENGTH_PATTERN.search(head)
     return length is not None and len(body) >= int(length[1])

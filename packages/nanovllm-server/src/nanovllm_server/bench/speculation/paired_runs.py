@@ -146,7 +146,7 @@ class PairRunner:
         self._drafted = drafted
         # An answer has at least two tokens, because the first token has no rate.
         self._sampling = SamplingParams(max_tokens=max_tokens, min_tokens=2, temperature=0)
-        self._numbers = count()
+        self._pair_numbers = count()
 
     def check(self, prompt: tuple[int, ...]) -> None:
         """Raises RequestError if the prompt and its answer don't fit into the context."""
@@ -154,7 +154,7 @@ class PairRunner:
 
     async def run_pair(self, prompt: tuple[int, ...]) -> RunPair:
         """Runs a prompt on both engines, one after the other."""
-        if next(self._numbers) % 2:
+        if next(self._pair_numbers) % 2:
             drafted = await self._run(self._drafted, prompt)
             return RunPair(await self._run(self._plain, prompt), drafted)
         plain = await self._run(self._plain, prompt)

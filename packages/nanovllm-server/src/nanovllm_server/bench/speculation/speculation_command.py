@@ -33,7 +33,7 @@ class PromptResult:
     plain_rate, drafted_rate: decoded tokens per second without and with drafts.
     ratio: median of the rounds' ratios (rate with drafts / rate without drafts, of two consecutive runs).
     num_output_tokens: number of output tokens of all rounds with drafts.
-    num_accepted, num_verified: number of accepted drafts, and of accepted and rejected drafts, of all rounds.
+    num_accepted: accepted drafts of all rounds. num_verified: accepted and rejected drafts of all rounds.
     num_steps: number of steps of the engine with drafts, in all rounds, that gave at least one token.
     """
 

@@ -181,7 +181,7 @@ class MarkdownView {
     const completeText = this.tail.slice(0, numComplete);
     const tokens = this.parse(completeText);
     const starts = tokens.flatMap((token, index) => (token.level === 0 && token.nesting !== -1 ? [index] : []));
-    // Only complete lines show that a block is finished: the rest of a line may make the line a part of that block.
+    // A block is finished when a complete line begins another block. An incomplete line may still join the block.
     const lastStart = starts.at(-1) ?? 0;
     const fragment = buildNodes(tokens.slice(0, lastStart));
     const numFinished = fragment.childNodes.length;

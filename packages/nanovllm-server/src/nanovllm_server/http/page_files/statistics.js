@@ -24,7 +24,7 @@ const oldestSample = (windowMs) => samples.find(({ time }) => time >= samples.at
 
 const formatDuration = (seconds) => (seconds < 1 ? `${Math.round(seconds * 1000)} ms` : `${seconds.toFixed(2)} s`);
 
-/** percent: the share of prompt tokens that a metric counts. The parts that lower tiers of the cache have loaded follow. */
+/** Formats the shares of the whole cache and of its lower tiers. percent(name): a metric's share of prompt tokens. */
 function formatHits(percent, sample) {
   const tiers = Object.keys(sample).filter((name) => name.startsWith("kv_offload_hits_total:"));
   const parts = tiers.map((name) => `${name.split(":")[1]} ${percent(name)}%`);

@@ -35,7 +35,7 @@ FILE_TYPES = {
 CACHE_GRANULARITY = 256
 
 Requests = Sequence[dict[str, Any]]
-# Takes a context, and the rows of the context's last batch that have logits. Returns the next token of each such row.
+# Takes a context, and the rows of the context's last batch that have logits. Returns the next token of each row.
 ChooseTokens = Callable[[Any, list[int]], list[int]]
 
 

@@ -42,8 +42,8 @@ def measure(peer: Any, job: dict[str, Any]) -> Iterator[dict[str, Any]]:
             one_token_run_s = None
             if job["needs_time_to_all_first_tokens"] and not peer.can_time_first_tokens:
                 _, _, one_token_run_s = _run(peer, batches, 1, f"{salt} first")
-            num_tokens, reported_s, last_token_s = _run(peer, batches, None, salt)
-            all_first_tokens_s = reported_s if peer.can_time_first_tokens else one_token_run_s
+            num_tokens, first_tokens_s, last_token_s = _run(peer, batches, None, salt)
+            all_first_tokens_s = first_tokens_s if peer.can_time_first_tokens else one_token_run_s
             yield {"num_tokens": num_tokens, "all_first_tokens_s": all_first_tokens_s, "last_token_s": last_token_s}
 
 
