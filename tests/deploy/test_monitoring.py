@@ -49,7 +49,7 @@ def sample_names(text: str) -> set[str]:
 
 def draft_sample_names() -> set[str]:
     """Names of the samples that only servers with --speculate have."""
-    stats = EngineStats(num_verified_drafts=(1,), num_accepted_drafts=(1,))
+    stats = EngineStats(verified_drafts_by_position=(1,), accepted_drafts_by_position=(1,))
     metrics = Metrics("any", Mock(draft_method="ngram"), lambda: stats, SharedCounters(allocate_counters(1)))
     return {name for name in sample_names(metrics.render().decode()) if name.startswith(DRAFT_PREFIX)}
 

@@ -76,7 +76,7 @@ class Checkpoint(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def load_checkpoint(tmp_path_factory, reference_generate) -> Callable[[str], Checkpoint]:
+def write_model_and_answers(tmp_path_factory, reference_generate) -> Callable[[str], Checkpoint]:
     """A function that makes the checkpoint of a tiny model by name. Results are cached."""
 
     @cache
@@ -97,16 +97,16 @@ def load_checkpoint(tmp_path_factory, reference_generate) -> Callable[[str], Che
 
 
 @pytest.mark.parametrize(("name", "setting"), sample_pairs(TINY_MODELS, SETTINGS, 4))
-async def test_tokens_equal_transformers(name, setting, load_checkpoint, device):
-    path, expected, _ = load_checkpoint(name)
+async def test_tokens_equal_transformers(name, setting, write_model_and_answers, device):
+    path, expected, _ = write_model_and_answers(name)
     assert await generate(path, device, SETTINGS[setting], is_preempted=setting.startswith("preempted")) == expected
 
 
 @pytest.mark.parametrize(("name", "setting"), sample_pairs(TINY_MODELS, TIERED_SETTINGS, 1))
 async def test_tokens_and_log_probabilities_over_loaded_blocks_equal_transformers(
-    name, setting, load_checkpoint, device
+    name, setting, write_model_and_answers, device
 ):
-    path, expected, expected_logprobs = load_checkpoint(name)
+    path, expected, expected_logprobs = write_model_and_answers(name)
     logprobs: list[list[float]] = []
     samplings = ({"temperature": 0, "logprobs": 0},)
     settings = TIERED_SETTINGS[setting]
@@ -119,11 +119,11 @@ async def test_tokens_and_log_probabilities_over_loaded_blocks_equal_transformer
 @pytest.mark.gpu
 @pytest.mark.parametrize("setting", GPU_SETTINGS)
 @pytest.mark.parametrize("name", TINY_MODELS)
-async def test_graphs_and_compilation_change_no_token(name, setting, load_checkpoint, monkeypatch):
+async def test_graphs_and_compilation_change_no_token(name, setting, write_model_and_answers, monkeypatch):
     for module in (llama, qwen3_next, deepseek_v3):
         # The steps of these tests have too few rows for the normal limit.
         monkeypatch.setattr(module, "MIN_COMPILED_ROWS", 9)
-    path, expected, _ = load_checkpoint(name)
+    path, expected, _ = write_model_and_answers(name)
     assert await generate(path, "cuda", GPU_SETTINGS[setting]) == expected
 
 
@@ -169,12 +169,12 @@ async def generate_in_turn(path: Path, config: EngineConfig, prompts: list[list[
     found = []
     try:
         for prompt in prompts:
-            computed_before = engine.stats.iteration_tokens
+            computed_before = engine.stats.num_computed_tokens
             outputs = engine.generate(
                 Request("r", prompt, SamplingParams(temperature=0, max_tokens=OUTPUT_LEN, ignore_eos=True))
             )
             tokens = [token async for output in outputs for token in output.new_token_ids]
-            found.append((tokens, engine.stats.iteration_tokens - computed_before))
+            found.append((tokens, engine.stats.num_computed_tokens - computed_before))
     finally:
         await engine.stop()
     return found

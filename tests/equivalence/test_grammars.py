@@ -66,7 +66,7 @@ async def test_constrained_answers_do_not_change_unconstrained_answers(default_m
             *(generate(f"a{i}", question, None) for i, question in enumerate(UNCONSTRAINED_QUESTIONS))
         )
         for _, grammar in CONSTRAINED_QUESTIONS:
-            await engine.compile(grammar)
+            await engine.compile_grammar(grammar)
         constrained = (generate(f"h{i}", *question) for i, question in enumerate(CONSTRAINED_QUESTIONS))
         beside = (generate(f"b{i}", question, None) for i, question in enumerate(UNCONSTRAINED_QUESTIONS))
         *answers, france, sum_ = await asyncio.gather(*beside, *constrained)

@@ -1,4 +1,4 @@
-"""A server process parses the format of its chat template, or the format that flags name."""
+"""A server parses answers in the format of its chat template, or in the format that flags name."""
 
 import openai
 import pytest

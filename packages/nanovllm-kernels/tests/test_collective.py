@@ -6,6 +6,7 @@ import pytest
 from collective_checks import check_on_cpu, fail_on_last_rank, wait_on_all_ranks
 from torch.multiprocessing.spawn import ProcessRaisedException
 
+from nanovllm_kernels.benchmarks.ranks import run_ranks
 from nanovllm_kernels.collective.policy import (
     CHUNK_UNITS,
     LARGE_CHUNK_UNITS,
@@ -16,7 +17,6 @@ from nanovllm_kernels.collective.policy import (
     LaunchPolicy,
     choose_region_bytes,
 )
-from nanovllm_kernels.ladder.ranks import run_ranks
 
 TIMEOUT_S = 300
 

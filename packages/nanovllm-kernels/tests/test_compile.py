@@ -605,7 +605,10 @@ def compile_cute(head_dim, group, queries, page_size, dtype, cached, tmp_path):
     return ptx
 
 
-FLOAT_NAMES = ["scales_ptr", "x_scales_ptr", "out_scales_ptr", "weights_ptr", "routing_weights_ptr", "pair_results_ptr"]
+FLOAT_NAMES = [
+    *("scales_ptr", "x_scales_ptr", "out_scales_ptr"),
+    *("weights_ptr", "routing_weights_ptr", "row_weights_ptr", "pair_results_ptr"),
+]
 ROUTED = dict.fromkeys(FLOAT_NAMES, FLOAT) | (
     dict.fromkeys(["ids_ptr", "counter_ptr", "order_ptr", "starts_ptr", "tiles_ptr"], INT32)
     | dict.fromkeys(["counts_ptr", "ranks_ptr", "first_rows_ptr"], INT32)

@@ -18,7 +18,17 @@ from nanovllm_kernels.platform import (
     residual_dtype,
 )
 
-MODULES = ("attention", "collective", "elementwise", "fp8", "gemm", "ladder", "platform", "request_tables", "sampling")
+MODULES = (
+    "attention",
+    "collective",
+    "elementwise",
+    "fp8",
+    "gemm",
+    "benchmarks",
+    "platform",
+    "request_tables",
+    "sampling",
+)
 
 
 def test_cpu_description_has_no_gpu_properties():

@@ -158,7 +158,7 @@ class ScriptedEngine(Engine):
         self._tasks[key] = task
         task.add_done_callback(lambda _: self._tasks.pop(key, None))
 
-    async def compile(self, spec: GrammarSpec) -> ParameterTypes:
+    async def compile_grammar(self, spec: GrammarSpec) -> ParameterTypes:
         self.num_compiling += 1
         try:
             await asyncio.sleep(self.compiling_s)

@@ -250,9 +250,9 @@ async def generate(
             final_stats.append(stats)
         if predictions is not None:
             # Steps have verified right and wrong drafts.
-            assert sum(stats.num_verified_drafts) > sum(stats.num_accepted_drafts) > NUM_PROMPTS // 2
+            assert sum(stats.verified_drafts_by_position) > sum(stats.accepted_drafts_by_position) > NUM_PROMPTS // 2
         elif config.speculate is not None:
-            assert sum(stats.num_verified_drafts) > NUM_PROMPTS
+            assert sum(stats.verified_drafts_by_position) > NUM_PROMPTS
         return answers[0]
     finally:
         await engine.stop()

@@ -13,25 +13,25 @@ from hostile_cases import Case, chat_request
 # Only ends a test that would wait forever: `test_hostile.py` checks the time of each answer.
 PATIENCE_S = 60
 STREAM_TOKENS = 400
-# Number of chunks after an answer that count as "beside" its case. A chunk may have been on its way before a stall.
+# Number of chunks after an answer that count as "beside" its case. One chunk may have been sent before a stall.
 NUM_CHUNKS_AFTER = 4
 
 
 async def send_case(url: str, case: Case, data: bytes | None = None) -> str | None:
-    """Send `case`; returns what is wrong with the answer, or None. data: result of `case.make_data`, if it exists."""
+    """Send `case`; returns what is wrong with the answer, or None. data: None: call `case.make_data`."""
     data = case.make_data() if data is None else data
     parts = urlsplit(url)
     reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
     try:
         async with asyncio.timeout(PATIENCE_S):
-            return await _check_response(case, data, reader, writer)
+            return await _send_and_check(case, data, reader, writer)
     except TimeoutError:
         return f"nothing within {PATIENCE_S} s"
     finally:
         writer.transport.abort()
 
 
-async def _check_response(
+async def _send_and_check(
     case: Case, data: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
 ) -> str | None:
     if case.leave == "reset":
@@ -51,7 +51,7 @@ async def _check_response(
         line = b""
     writing.cancel()
     if not line:
-        return None if case.closed else "closed without an answer"
+        return None if case.may_close else "closed without an answer"
     status = int(line.split()[1])
     return None if status in case.statuses else f"status {status}"
 

@@ -16,7 +16,7 @@ from nanovllm_core import AsyncEngine, EngineConfig, Request, SamplingParams
 from nanovllm_core.execution import runner as runner_module
 from nanovllm_core.execution.forward import ForwardOutput
 from nanovllm_core.execution.graphs import CapturedStep, GraphShape, StepGraphs
-from nanovllm_core.execution.token_choice import CAPTURED_OPS
+from nanovllm_core.execution.token_choice import CAPTURED_OP_SETS
 from nanovllm_core.outputs import TokenLogprobs
 from nanovllm_core.sampling_params import ReasoningBudget
 
@@ -97,7 +97,7 @@ class StandInStepGraphs(StepGraphs):
             return [tensor for tensor in choose_tokens(ops, found, batch.has_drafts) if tensor is not None]
 
         step = CapturedStep([StandInGraph(found[:5], run)], [], found)
-        for ops in CAPTURED_OPS:
+        for ops in CAPTURED_OP_SETS:
             tokens, num_new = ints(num_samples), ints(num_reqs) if batch.has_drafts else None
             targets = (tokens,) if num_new is None else (tokens, num_new)
             step.choice_graphs.sampling[ops] = StandInGraph(targets, partial(choose, ops)), (tokens, num_new)
@@ -165,7 +165,7 @@ async def test_stand_ins_for_graphs_choose_what_steps_without_graphs_choose(spec
     monkeypatch.setattr(StandInStepGraphs, "num_replays", {})
     monkeypatch.setattr(StandInStepGraphs, "num_draft_replays", 0)
     check_equal(await answers("cpu", "none", speculate), expected)
-    assert StandInStepGraphs.num_replays[CAPTURED_OPS[-1]] > 20
+    assert StandInStepGraphs.num_replays[CAPTURED_OP_SETS[-1]] > 20
     assert (StandInStepGraphs.num_draft_replays > 10) == (speculate is not None)
 
 

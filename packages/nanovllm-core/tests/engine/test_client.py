@@ -139,7 +139,7 @@ async def test_an_unreadable_message_fails_all_requests(tmp_path, caplog, messag
         await engine.send_multipart([identity, wire.encode(wire.Ready(INFO, 0))])
         client = await connecting
         reading = asyncio.create_task(collect(client, greedy("a", [1], 5)))
-        compiling = asyncio.create_task(client.compile(GrammarSpec("regex", "a")))
+        compiling = asyncio.create_task(client.compile_grammar(GrammarSpec("regex", "a")))
         for _ in range(2):
             await engine.recv_multipart()
         await engine.send_multipart([identity, message])

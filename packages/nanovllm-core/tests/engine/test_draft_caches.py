@@ -80,8 +80,8 @@ async def test_drafts_are_right_if_no_cache_entry_is_wrong(method, setting, shar
     assert answers == [continue_sum(prompt, OUTPUT_LEN) for prompt in prompts]
     assert (stats.num_preemptions > 0) == (setting == "preempted")
     if config.prefix_caching:
-        assert stats.prefix_cache_hits > 100
-    verified, accepted = sum(stats.num_verified_drafts), sum(stats.num_accepted_drafts)
+        assert stats.num_cached_prompt_tokens > 100
+    verified, accepted = sum(stats.verified_drafts_by_position), sum(stats.accepted_drafts_by_position)
     assert verified > share * NUM_REQUESTS * OUTPUT_LEN / 4
     # With wrong entries, nearly all drafts would be wrong. The row of a preempted request may have drafts from before
     # the preemption. If the request accepts a draft that has no space in the new blocks yet, the entry is missing.

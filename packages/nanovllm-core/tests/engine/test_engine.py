@@ -83,7 +83,7 @@ async def test_tokens_equal_those_of_the_oracle_for_all_settings(name, device, t
         found = await asyncio.gather(*(arrive(index, prompt) for index, prompt in enumerate(prompts)))
         await wait_until_idle(engine)
         assert (engine.stats.num_preemptions > 0) == name.startswith("preempted")
-        assert (engine.stats.prefix_cache_hits > 0) == ("no prefix" not in name)
+        assert (engine.stats.num_cached_prompt_tokens > 0) == ("no prefix" not in name)
     finally:
         await engine.stop()
     assert found == [oracle(prompt, 40) for prompt in prompts]

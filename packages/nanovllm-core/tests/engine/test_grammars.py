@@ -236,7 +236,7 @@ async def test_hostile_grammars_fail_in_time_and_delay_no_other_request(monkeypa
     monkeypatch.setattr(vetting, "MAX_SECONDS", 2.0)
     engine = await AsyncEngine.start(toy_spec(), EngineConfig(**BASE, device="cpu"))
     try:
-        await engine.compile(REGEX)
+        await engine.compile_grammar(REGEX)
         slow = [asyncio.create_task(collect(engine, request(f"s{i}", [1], SLOW))) for i in range(2)]
         prompt, rounds = [3, 4], 0
         while not slow[0].done():
@@ -283,26 +283,26 @@ async def test_failing_grammar_fails_only_its_request(engine, monkeypatch, oracl
 async def test_grammars_need_a_vocabulary(toy_spec):
     engine = await AsyncEngine.start(replace(toy_spec(), vocabulary=None), EngineConfig(**BASE, device="cpu"))
     with pytest.raises(GrammarError, match="its ModelSpec has no vocabulary"):
-        await engine.compile(REGEX)
+        await engine.compile_grammar(REGEX)
     with pytest.raises(RequestError, match="its ModelSpec has no vocabulary") as caught:
         await collect(engine, request("a", [1], REGEX))
     assert caught.value.field == "grammar"
     await engine.stop()
     with pytest.raises(EngineDeadError):
-        await engine.compile(REGEX)
+        await engine.compile_grammar(REGEX)
 
 
 async def test_an_engine_process_compiles_and_follows_grammars(toy_spec, compiler, oracle):
     engine = await EngineClient.launch(toy_spec(), EngineConfig(**BASE, device="cpu"))
     try:
-        await asyncio.gather(engine.compile(JSON), engine.compile(REGEX))
-        assert await engine.compile(XML) == {"#/format/json_schema": XML_TYPES}
+        await asyncio.gather(engine.compile_grammar(JSON), engine.compile_grammar(REGEX))
+        assert await engine.compile_grammar(XML) == {"#/format/json_schema": XML_TYPES}
         with pytest.raises(GrammarError, match="^uniqueItems at #/uniqueItems ") as caught:
-            await engine.compile(GrammarSpec("json_schema", '{"type": "array", "uniqueItems": true}'))
+            await engine.compile_grammar(GrammarSpec("json_schema", '{"type": "array", "uniqueItems": true}'))
         assert (caught.value.place, caught.value.code) == ("#/uniqueItems", "unsupported_schema")
         bad = GrammarSpec("regex", "((")
         with pytest.raises(GrammarError, match="parenthesis"):
-            await engine.compile(bad)
+            await engine.compile_grammar(bad)
         with pytest.raises(GrammarError, match="parenthesis"):
             await collect(engine, request("bad", [1], bad))
         free = request("f", [5, 6], None, temperature=0, ignore_eos=True)
@@ -323,7 +323,7 @@ async def test_an_engine_process_compiles_and_follows_grammars(toy_spec, compile
         assert tokens_of(found) == alone
         for asked, outputs in zip(work, answers, strict=True):
             check_answer(compiler, asked.sampling.grammar, outputs)
-        compiling = asyncio.create_task(engine.compile(SLOW))
+        compiling = asyncio.create_task(engine.compile_grammar(SLOW))
         await asyncio.sleep(0.1)
     finally:
         await engine.stop()

@@ -301,14 +301,17 @@ async def test_stats_have_the_totals_of_drafts_by_position(toy_spec):
     loop = await build_loop(toy_spec(), EngineConfig(device="cpu", num_blocks=32))
     scheduler = loop._scheduler
     stats = collect_stats(scheduler, loop._runner, None)
-    assert (stats.num_verified_drafts, stats.num_accepted_drafts) == ((), ())
+    assert (stats.verified_drafts_by_position, stats.accepted_drafts_by_position) == ((), ())
     scheduler.draft_planner = DraftPlanner(scheduler.rows, DraftLimits(3, 64), scheduler.step_time_model, DraftTimes())
     scheduler.draft_planner.num_verified[:], scheduler.draft_planner.num_accepted[:] = (9, 4, 2), (6, 1, 0)
     payload = wire.encode(wire.Step(StepOutputs(), collect_stats(scheduler, loop._runner, None)))
     message = wire.decode_to_client(payload)
     assert isinstance(message, wire.Step)
     assert message.stats is not None
-    assert (message.stats.num_verified_drafts, message.stats.num_accepted_drafts) == ((9, 4, 2), (6, 1, 0))
+    assert (message.stats.verified_drafts_by_position, message.stats.accepted_drafts_by_position) == (
+        (9, 4, 2),
+        (6, 1, 0),
+    )
     loop.stop()
     await loop.run(lambda _, stats: None)
 

@@ -53,7 +53,7 @@ async def test_tokens_equal_those_of_the_oracle_for_all_settings(expected, setti
         assert stats.num_free_state_slots == engine.info.num_state_slots
         assert stats.num_free_blocks == stats.num_blocks
         assert (stats.num_checkpoints > 0) == ("no prefix cache" not in settings)
-        assert (stats.prefix_cache_hits > 0) == ("no prefix cache" not in settings)
+        assert (stats.num_cached_prompt_tokens > 0) == ("no prefix cache" not in settings)
     finally:
         await engine.stop()
 
@@ -65,15 +65,15 @@ async def test_a_prompt_that_diverges_near_the_end_of_another_computes_few_token
     engine = await AsyncEngine.start(recurrent_spec(), config)
     try:
         await generate(engine, "first", prompt, 1)
-        before = engine.stats.iteration_tokens
+        before = engine.stats.num_computed_tokens
         found = await generate(engine, "second", other, 4)
-        assert engine.stats.iteration_tokens - before < 20 + 64 + 4
+        assert engine.stats.num_computed_tokens - before < 20 + 64 + 4
         assert found == Oracle()(other, 4)
         # The third prompt diverges at the same position, and starts from a checkpoint there.
         third = [*prompt[:180], *range(40, 60)]
-        before = engine.stats.iteration_tokens
+        before = engine.stats.num_computed_tokens
         assert await generate(engine, "third", third, 4) == Oracle()(third, 4)
-        assert engine.stats.iteration_tokens - before < 20 + 64 + 4
+        assert engine.stats.num_computed_tokens - before < 20 + 64 + 4
     finally:
         await engine.stop()
 

@@ -80,7 +80,7 @@ async def count_drafts(config: EngineConfig, spec: ModelSpec) -> tuple[tuple[int
         drawn = replace(SAMPLINGS["drawn"], max_tokens=80)
         samplings = [greedy, replace(drawn, seed=8), filtered, drawn] * 4
         await asyncio.gather(*(answer(index, sampling) for index, sampling in enumerate(samplings)))
-        return engine.stats.num_verified_drafts, engine.stats.num_accepted_drafts
+        return engine.stats.verified_drafts_by_position, engine.stats.accepted_drafts_by_position
     finally:
         await engine.stop()
 

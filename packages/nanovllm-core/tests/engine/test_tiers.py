@@ -79,7 +79,7 @@ async def check(spec: ModelSpec, config: EngineConfig, answer: Answer) -> None:
     finally:
         await engine.stop()
     # In most turns, the cache has evicted at least the end of the conversation.
-    assert dict(stats.loaded_tokens)["host"] > stats.prefix_cache_hits / 2 > NUM_TURNS * 80
+    assert dict(stats.loaded_tokens)["host"] > stats.num_cached_prompt_tokens / 2 > NUM_TURNS * 80
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -284,9 +284,9 @@ async def test_no_request_finds_blocks_after_a_reset(in_process, oracle, tmp_pat
         assert await generate(engine, "first", prompt, 4) == oracle(prompt, 4)
         await engine.reset_prefix_cache()
         assert await generate(engine, "second", prompt, 4) == oracle(prompt, 4)
-        hits_after_reset = engine.stats.prefix_cache_hits
+        hits_after_reset = engine.stats.num_cached_prompt_tokens
         assert await generate(engine, "third", prompt, 4) == oracle(prompt, 4)
-        assert hits_after_reset == 0 < engine.stats.prefix_cache_hits
+        assert hits_after_reset == 0 < engine.stats.num_cached_prompt_tokens
     finally:
         await engine.stop()
     with pytest.raises(EngineDeadError):

@@ -41,7 +41,7 @@ async def test_engine_keeps_as_many_drafts_as_asked(acceptance_length):
     finally:
         await engine.stop()
     assert [len(answer) for answer in answers] == [240] * 4
-    verified, accepted = stats.num_verified_drafts, stats.num_accepted_drafts
+    verified, accepted = stats.verified_drafts_by_position, stats.accepted_drafts_by_position
     assert verified[0] > 0
     probability = find_probability(acceptance_length, NUM_DRAFTS)
     # The share of drafts that are kept, if all drafts before them in the step are kept. Right drafts are rejected too.

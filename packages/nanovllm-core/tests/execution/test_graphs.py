@@ -26,7 +26,7 @@ from nanovllm_core.execution.model_proposers import DraftModelProposer, HeadProp
 from nanovllm_core.execution.proposers import NO_DRAFTS, NgramProposer
 from nanovllm_core.execution.request_table import SamplingOps
 from nanovllm_core.execution.runner import start_runner
-from nanovllm_core.execution.token_choice import CAPTURED_OPS, select_graph
+from nanovllm_core.execution.token_choice import CAPTURED_OP_SETS, select_graph
 from nanovllm_core.sampling_params import SamplingParams
 from nanovllm_core.scheduling.plan import BatchShape, NewBlocks, NewRow, ScheduledRows, StepPlan
 from nanovllm_core.token_ids import as_token_ids
@@ -220,9 +220,9 @@ def test_replayed_pieces_and_attention_equal_the_captured_forward_pass(monkeypat
 
 
 def test_selected_sampling_graph_is_the_first_that_does_all_operations():
-    graphs, all_ops = dict.fromkeys(CAPTURED_OPS), CAPTURED_OPS[-1]
+    graphs, all_ops = dict.fromkeys(CAPTURED_OP_SETS), CAPTURED_OP_SETS[-1]
     assert len(graphs) == 7
-    for ops in CAPTURED_OPS:
+    for ops in CAPTURED_OP_SETS:
         assert select_graph(graphs, ops) == ops
     for ops in range(all_ops + 1):
         selected = select_graph(graphs, ops)
@@ -233,7 +233,7 @@ def test_selected_sampling_graph_is_the_first_that_does_all_operations():
 
 @pytest.mark.parametrize("proposer", [NgramProposer, HeadProposer, DraftModelProposer])
 def test_captured_proposals_serve_steps_with_and_without_drafts(proposer):
-    all_ops = range(CAPTURED_OPS[-1] + 1)
+    all_ops = range(CAPTURED_OP_SETS[-1] + 1)
     graphs = dict.fromkeys(proposer.captured_ops(None, may_propose=True))
     assert select_graph(graphs, NO_DRAFTS) == NO_DRAFTS
     assert all(select_graph(graphs, ops) != NO_DRAFTS for ops in all_ops)

@@ -10,7 +10,7 @@ from nanovllm_core.execution.inputs import DeviceRows, Masks
 from nanovllm_core.execution.prompt_scores import SCORE_CHUNK_TOKENS, score_prompt_tokens
 from nanovllm_core.execution.request_table import RequestTable, SamplingOps, StepInputs
 from nanovllm_core.execution.step_handle import ChosenTokens, StepHandle
-from nanovllm_core.execution.token_choice import CAPTURED_OPS, choose_tokens, compute_logprobs, gather_columns
+from nanovllm_core.execution.token_choice import CAPTURED_OP_SETS, choose_tokens, compute_logprobs, gather_columns
 from nanovllm_core.layers import compilation
 from nanovllm_core.parallel import ParallelContext
 from nanovllm_core.sampling_params import SamplingParams
@@ -99,18 +99,18 @@ def test_operations_of_other_rows_do_not_change_tokens(seed):
         which = torch.where(masked, torch.arange(ROWS), -1).int()
         bits = torch.randint(1, 2**31, (ROWS, 2), generator=generator).int()
         before = logits.clone()
-        found = choose_tokens(logits, rows, positions, table, CAPTURED_OPS[-1], gather_columns, Masks(which, bits))
+        found = choose_tokens(logits, rows, positions, table, CAPTURED_OP_SETS[-1], gather_columns, Masks(which, bits))
         assert torch.equal(logits, before)
         for index in range(ROWS):
             need = needs[rows[index]] | (int(SamplingOps.MASK) if masked[index] else 0)
-            assert not need & ~CAPTURED_OPS[-1]
+            assert not need & ~CAPTURED_OP_SETS[-1]
             mask = Masks(torch.zeros(1, dtype=torch.int32), bits[index : index + 1]) if masked[index] else None
             single_row = slice(index, index + 1)
             alone = choose_tokens(
                 logits[single_row], rows[single_row], positions[single_row], table, need, gather_columns, mask
             )
             assert alone.tolist() == found[single_row].tolist(), OPTIONS
-        # A captured sampling graph changes the counts of all rows.
+        # A captured sampling graph counts the tokens of all rows, also of rows without penalties.
         table.token_counts[rows.long(), found.long()] += 1
 
 

@@ -22,7 +22,7 @@ from nanovllm_core.grammar.value_lookaheads import shorten_value_lookaheads
 INTEGER = {"type": "integer"}
 
 
-def objects(properties: dict, **keywords) -> dict:
+def object_schema(properties: dict, **keywords) -> dict:
     return {"type": "object", "properties": properties, "additionalProperties": False, **keywords}
 
 
@@ -34,11 +34,11 @@ def words(number: int, length: int = 8) -> list[str]:
 def nested(depth: int, name: str) -> dict:
     leaf = {"type": "string"}
     properties = {f"{name}a{depth}": nested(depth - 1, name), f"{name}b{depth}": leaf} if depth else {}
-    return objects(properties) if depth else leaf
+    return object_schema(properties) if depth else leaf
 
 
 def bounded(number: int, low: int, step: int = 1) -> dict:
-    return objects(
+    return object_schema(
         {
             name: {"type": "string", "minLength": low + step * index, "maxLength": 100 + 2 * step * index}
             for index, name in enumerate(words(number))
@@ -57,30 +57,30 @@ def cost_of(schema: dict) -> CompileCost:
 
 
 ACCEPTED = {
-    "800 fields": objects(
-        {f"object{i}": objects({f"field{j}": {"type": "string"} for j in range(20)}) for i in range(40)}
+    "800 fields": object_schema(
+        {f"object{i}": object_schema({f"field{j}": {"type": "string"} for j in range(20)}) for i in range(40)}
     ),
-    "700 optional fields": objects(dict.fromkeys(words(700), INTEGER)),
+    "700 optional fields": object_schema(dict.fromkeys(words(700), INTEGER)),
     "100 bounded strings": bounded(100, 0),
-    "long minLength": objects({"text": {"type": "string", "minLength": 5_000, "maxLength": 90_000}}),
+    "long minLength": object_schema({"text": {"type": "string", "minLength": 5_000, "maxLength": 90_000}}),
     "enum of 700 long values": {"enum": words(700, 100)},
-    "100 alternatives": {"anyOf": [objects(dict.fromkeys(words(8 + i)[:8], INTEGER)) for i in range(100)]},
-    "30 open objects": objects(
-        {name: objects({"id": INTEGER, name: INTEGER}, additionalProperties=True) for name in words(30)}
+    "100 alternatives": {"anyOf": [object_schema(dict.fromkeys(words(8 + i)[:8], INTEGER)) for i in range(100)]},
+    "30 open objects": object_schema(
+        {name: object_schema({"id": INTEGER, name: INTEGER}, additionalProperties=True) for name in words(30)}
     ),
 }  # fmt: skip
 REFUSED = {
-    "nested objects": (objects({name: nested(18, name) for name in words(60, 2)}), "rules: use fewer properties"),
+    "nested objects": (object_schema({name: nested(18, name) for name in words(60, 2)}), "rules: use fewer properties"),
     "enum of 2,000 long values": ({"enum": words(2_000, 100)}, "when written out: use fewer or shorter ones"),
     "different narrow bounds": (
-        objects({f"p{i}": {"type": "string", "minLength": i + 16, "maxLength": 2 * i + 16} for i in range(40)}),
+        object_schema({f"p{i}": {"type": "string", "minLength": i + 16, "maxLength": 2 * i + 16} for i in range(40)}),
         "for strings: .*use fewer different values of pattern, minLength and maxLength",
     ),
     "different patterns": (
-        objects({f"p{i}": {"type": "string", "pattern": f"^[^{chr(97 + i)}]{{0,50}}$"} for i in range(20)}),
+        object_schema({f"p{i}": {"type": "string", "pattern": f"^[^{chr(97 + i)}]{{0,50}}$"} for i in range(20)}),
         "for strings: .*use fewer different values of pattern",
     ),
-    "2,000 fields": (objects(dict.fromkeys(words(2_000), INTEGER)), "grammar rules: use fewer properties"),
+    "2,000 fields": (object_schema(dict.fromkeys(words(2_000), INTEGER)), "grammar rules: use fewer properties"),
 }  # fmt: skip
 
 
@@ -101,9 +101,13 @@ def test_expensive_schemas_are_refused_with_advice_before_they_are_compiled(name
 @pytest.mark.parametrize(
     ("make", "sizes", "factor"),
     [
-        (lambda n: objects(dict.fromkeys(words(n), INTEGER)), (100, 200, 400), 3),
-        (lambda n: objects(dict.fromkeys(words(n), INTEGER), required=words(n)), (100, 200, 400), 2.5),
-        (lambda n: objects({name: {"enum": [name, 1]} for name in words(n)}, required=words(n)[:1]), (100, 200), 3),
+        (lambda n: object_schema(dict.fromkeys(words(n), INTEGER)), (100, 200, 400), 3),
+        (lambda n: object_schema(dict.fromkeys(words(n), INTEGER), required=words(n)), (100, 200, 400), 2.5),
+        (
+            lambda n: object_schema({name: {"enum": [name, 1]} for name in words(n)}, required=words(n)[:1]),
+            (100, 200),
+            3,
+        ),
         (lambda n: {"enum": words(n, 50)}, (100, 200, 400), 2.1),
         # Strings share their rules, whatever their number and bounds are.
         (lambda n: bounded(n, 1), (20, 40, 80), 2),
@@ -118,7 +122,7 @@ def test_cost_does_not_explode_with_size(make, sizes, factor):
 
 def test_equal_strings_cost_as_much_as_one():
     pattern = {"type": "string", "pattern": "^[^a]x[^b]{3,9}$"}
-    costs = [cost_of(objects(dict.fromkeys(words(number), pattern))).string_steps for number in (1, 50)]
+    costs = [cost_of(object_schema(dict.fromkeys(words(number), pattern))).string_steps for number in (1, 50)]
     assert costs[0] >= 6_500
     assert costs[1] <= 1.1 * costs[0]
 
@@ -141,7 +145,7 @@ def steps(monkeypatch):
     [
         (lambda n: {"oneOf": [{"const": i} for i in range(n)]}, 2.1),
         (lambda n: {"oneOf": [{"type": "string", "const": name} for name in words(n)]}, 2.1),
-        (lambda n: objects(dict.fromkeys(words(n), INTEGER), additionalProperties=INTEGER), 2.1),
+        (lambda n: object_schema(dict.fromkeys(words(n), INTEGER), additionalProperties=INTEGER), 2.1),
     ],
     ids=["constants", "strings", "properties"],
 )
@@ -158,7 +162,7 @@ def test_steps_of_the_conversion_grow_with_the_size(steps, make, factor):
     "schema",
     [
         {"oneOf": [{"type": "string", "pattern": f"^a{i}"} for i in range(200)]},
-        {"oneOf": [objects({f"p{i}": INTEGER}, required=[f"p{i}"], additionalProperties={}) for i in range(200)]},
+        {"oneOf": [object_schema({f"p{i}": INTEGER}, required=[f"p{i}"], additionalProperties={}) for i in range(200)]},
         {"const": "a" * 5000, "pattern": "(?=a*b)" * 500},
         {"const": "a" * 2000, "pattern": "^" + "(a?b?c?)" * 2000 + "$"},
     ],
@@ -167,12 +171,12 @@ def test_steps_of_the_conversion_grow_with_the_size(steps, make, factor):
 def test_conversion_of_hostile_schemas_ends_at_the_limit(steps, schema):
     with pytest.raises(GrammarError):
         convert_grammar(GrammarSpec("json_schema", json.dumps(schema)))
-    # The last call may count many steps, up to an eighth of the text's length. So the sum may exceed the limit.
+    # One call may count up to 2,000 steps for a long pattern or constant, so the last call may exceed the limit.
     assert sum(steps) <= MAX_STEPS + 2_000
 
 
 ENUM = {"enum": ["yes", "no", 1]}
-VALUES = objects(
+ENUM_PROPERTIES_SCHEMA = object_schema(
     {"first": ENUM, "second": ENUM, "third": {"type": "array", "items": ENUM}, "last": {"type": "boolean"}},
     required=["first"],
 )
@@ -196,7 +200,7 @@ def test_lookaheads_of_values_allow_the_same_tokens():
         token_texts[128 + index] = word
     info = xgrammar.TokenizerInfo([*token_texts, b""], xgrammar.VocabType.RAW, stop_token_ids=[256])
     compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
-    before = str(xgrammar.Grammar.from_json_schema(json.dumps(VALUES), max_whitespace_cnt=1))
+    before = str(xgrammar.Grammar.from_json_schema(json.dumps(ENUM_PROPERTIES_SCHEMA), max_whitespace_cnt=1))
     after = shorten_value_lookaheads(before)
     assert after.count("(=([ \\n\\r\\t,}]))") >= 2
     for text in TEXTS:
@@ -206,11 +210,11 @@ def test_lookaheads_of_values_allow_the_same_tokens():
 def test_rules_from_the_cache_allow_the_same_tokens():
     text = {"type": "string", "minLength": 2, "maxLength": 60}
     schemas = [
-        VALUES,
-        objects({"a": text, "b": {**text, "maxLength": 500}}, required=["b"]),
-        objects({"first": ENUM, "b": text}, additionalProperties=INTEGER),
-        objects({"b": objects({"first": text}, additionalProperties=True)}, additionalProperties=True),
-        {"anyOf": [VALUES, {"type": "array", "items": text}]},
+        ENUM_PROPERTIES_SCHEMA,
+        object_schema({"a": text, "b": {**text, "maxLength": 500}}, required=["b"]),
+        object_schema({"first": ENUM, "b": text}, additionalProperties=INTEGER),
+        object_schema({"b": object_schema({"first": text}, additionalProperties=True)}, additionalProperties=True),
+        {"anyOf": [ENUM_PROPERTIES_SCHEMA, {"type": "array", "items": text}]},
     ]
     shared, rng = toy_compiler(), random.Random(1)
     for schema in schemas * 2:

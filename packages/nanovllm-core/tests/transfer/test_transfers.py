@@ -207,7 +207,7 @@ async def test_different_salts_share_no_blocks(secret, oracle):
         prompt = make_prompt(0)
         for salt in ("a", "b"):
             assert await generate(engine, prompt, cache_salt=salt) == oracle(prompt, ANSWER_LEN)
-        assert prefill.stats.prefix_cache_hits == 0
+        assert prefill.stats.num_cached_prompt_tokens == 0
         assert engine.stats.fetched_tokens == 2 * FETCHED
 
 
@@ -436,7 +436,7 @@ async def test_a_reset_reaches_a_prefill_engine_that_did_not_answer(secret, orac
         await engine.reset_prefix_cache()
         await wait_until(lambda: peer_of(engine).is_ready)
         assert await generate(engine, make_prompt(0)) == oracle(make_prompt(0), ANSWER_LEN)
-        assert prefill.stats.prefix_cache_hits == 0
+        assert prefill.stats.num_cached_prompt_tokens == 0
 
 
 async def test_a_prompt_that_exceeds_the_host_memory_is_computed(secret, oracle):
@@ -469,7 +469,7 @@ async def test_no_fetch_brings_blocks_back_after_a_reset(secret, oracle, monkeyp
         await engine.reset_prefix_cache()
         assert await task == oracle(make_prompt(0), ANSWER_LEN)
         assert outcomes_of(engine) == {"fetched": 1}
-        assert engine.stats.prefix_cache_hits == 0
+        assert engine.stats.num_cached_prompt_tokens == 0
 
 
 async def test_a_reset_makes_the_prefill_engine_compute_again(secret, oracle):
@@ -478,7 +478,7 @@ async def test_a_reset_makes_the_prefill_engine_compute_again(secret, oracle):
             await engine.reset_prefix_cache()
             assert await generate(engine, make_prompt(0)) == oracle(make_prompt(0), ANSWER_LEN)
         assert outcomes_of(engine) == {"fetched": 2}
-        assert prefill.stats.prefix_cache_hits == 0
+        assert prefill.stats.num_cached_prompt_tokens == 0
 
 
 async def test_a_grammar_constrains_the_answer_to_a_fetched_prompt(secret, vetter, monkeypatch):

@@ -8,7 +8,7 @@ import os
 import pytest
 import torch
 
-from nanovllm_kernels.ladder.ranks import run_ranks
+from nanovllm_kernels.benchmarks.ranks import run_ranks
 
 TIMEOUT_S = 500
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)

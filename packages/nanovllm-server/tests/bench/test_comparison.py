@@ -11,7 +11,8 @@ import pytest
 
 from nanovllm_server.bench import bench_cli
 
-# A stand-in for the part of vLLM that the peer uses. Logs to stdout, as vLLM does. Records all arguments in a file.
+# A stand-in for the part of vLLM that our program in the peer's process uses. Logs to stdout, as vLLM does, and records
+# all arguments in a file.
 FAKE_VLLM = """
 import json, os, sys, time
 from types import SimpleNamespace
@@ -113,7 +114,7 @@ def test_acceptance_length_is_measured(run_bench, capsys):
     status, result = run_bench("latency", *flags, "--num-speculative-tokens", "3", "--acceptance-length", "4")
     assert status == 0
     (run,) = result["cases"][0]["nanovllm"]["runs"]
-    # All drafts are kept. The last steps of a request have fewer drafts.
+    # Each step accepts all 3 drafts, but the last steps of a request have fewer drafts.
     assert 3 < run["acceptance_length"] <= 4
     assert "tokens per step with drafts" in capsys.readouterr().out
 
@@ -125,8 +126,8 @@ def test_trace_flag_writes_every_step(run_bench, tmp_path, capsys):
     assert bench_cli.main(["trace", str(trace), "--json", str(figures)]) == 0
     figures_of_trace = json.loads(figures.read_bytes())
     steps = {track["track"]: track["steps"] for track in figures_of_trace["tracks"]}
-    # The warm-up has 4 steps, the run for the first token 1, the measured run 6. Steps planned beyond the end of a
-    # request are not launched.
+    # The warm-up has 4 steps, the run for the first token 1, the measured run 6. There may be more plans: steps
+    # planned beyond the end of a request are not launched.
     assert set(steps) == {"host", "plan", "launch", "output"}
     assert steps["launch"] == steps["output"] == steps["host"] == 11
     # A CPU records no times of the device.
@@ -142,7 +143,8 @@ def test_unwritable_trace_file_is_refused(run_bench, tmp_path, capsys):
 
 
 def test_latency_has_one_case_per_batch(run_bench):
-    # A separate run measures the first token. Answers are long, so that this run is shorter even on a busy machine.
+    # A separate run measures the first token. Answers are long, so that the measured run
+    # takes longer even on a busy machine.
     status, result = run_bench(
         "latency", "--batch", "1", "3", "--input-len", "5", "--output-len", "60", "--repeat", "1"
     )
@@ -233,7 +235,7 @@ def test_vllm_gets_the_given_limits(run_bench, fake_vllm):
     assert len({run["prompts"][0]["cache_salt"] for run in runs}) == 3
 
 
-def test_vllm_gets_the_settings_of_the_heads(run_bench, fake_vllm, tmp_path):
+def test_vllm_gets_the_settings_of_speculation_with_heads(run_bench, fake_vllm, tmp_path):
     config = json.loads((tmp_path / "tiny" / "config.json").read_text()) | TINY_QWEN3_NEXT_CHANGES
     (tmp_path / "tiny" / "config.json").write_text(json.dumps(config))
     flags, read_record = fake_vllm

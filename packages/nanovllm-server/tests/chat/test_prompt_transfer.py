@@ -25,7 +25,7 @@ USER = {"role": "user", "content": "hi"}
 
 @pytest.fixture
 def prefill_server(service, engine):
-    engine.info = replace(engine.info, transfer_id="engine-7", transfer_address="0.0.0.0:5600", num_ranks=2)
+    engine.info = replace(engine.info, transfer_engine_id="engine-7", transfer_address="0.0.0.0:5600", num_ranks=2)
     service.transfer = TransferSettings(role="prefill", advertised_host="node-1.example.com")
 
 

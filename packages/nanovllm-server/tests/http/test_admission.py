@@ -177,7 +177,7 @@ async def test_metrics_report_requests_and_engine(client, post, engine):
         num_requests_running=3,
         num_blocks=10,
         num_free_blocks=4,
-        prefix_cache_hits=7,
+        num_cached_prompt_tokens=7,
         step_limit_s=0.05,
         step_time_coefficients=(("per_token", 2e-5),),
     )

@@ -42,7 +42,7 @@ def request_bytes(rng: random.Random, **fields) -> bytes:
     return f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
 
 
-async def disconnect(url: str, rng: random.Random) -> None:
+async def send_and_disconnect(url: str, rng: random.Random) -> None:
     parts = urlsplit(url)
     reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
     stream = rng.random() < 0.75
@@ -76,7 +76,7 @@ async def test_disconnected_clients_leave_no_tasks_or_requests(url, streaming_se
 
     async def disconnect_in_turn(seed: float) -> None:
         async with slots:
-            await disconnect(url, random.Random(seed))
+            await send_and_disconnect(url, random.Random(seed))
 
     await asyncio.gather(*(disconnect_in_turn(rng.random()) for _ in range(NUM_CLIENTS)))
     async with asyncio.timeout(20):

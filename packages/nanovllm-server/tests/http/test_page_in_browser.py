@@ -216,10 +216,10 @@ async def test_shown_statistics_are_those_of_the_engine(tab, engine):
 async def test_shown_share_of_cached_prompts_names_the_tiers(tab, engine):
     await tab.wait_until("!$('figures').classList.contains('stale')")
     assert await tab.evaluate("$('hits').textContent") == "\N{EN DASH}"
-    engine.stats = EngineStats(prefix_cache_queries=1000, prefix_cache_hits=620)
+    engine.stats = EngineStats(num_queried_prompt_tokens=1000, num_cached_prompt_tokens=620)
     await tab.wait_until("$('hits').textContent === '62%'")
     tiers = (("host", 200), ("disk", 50))
-    engine.stats = EngineStats(prefix_cache_queries=1000, prefix_cache_hits=620, loaded_tokens=tiers)
+    engine.stats = EngineStats(num_queried_prompt_tokens=1000, num_cached_prompt_tokens=620, loaded_tokens=tiers)
     await tab.wait_until("$('hits').textContent === '62% (host 20%, disk 5%)'")
 
 

@@ -69,7 +69,7 @@ def read_samples(metrics: Metrics) -> dict[str, float]:
 
 def read_draft_stats() -> EngineStats:
     """Two steps with 3 and 2 drafts, of which 1 and 2 are accepted."""
-    return EngineStats(num_verified_drafts=(2, 2, 1), num_accepted_drafts=(2, 1, 0))
+    return EngineStats(verified_drafts_by_position=(2, 2, 1), accepted_drafts_by_position=(2, 1, 0))
 
 
 def make_speculating_metrics(info: EngineInfo, prefix: MetricsPrefix) -> Metrics:
@@ -176,7 +176,9 @@ async def test_choice_that_a_stop_string_ends_has_latencies(post, service, engin
 
 
 def test_steps_are_counted_by_their_tokens(service, engine):
-    engine.stats = EngineStats(num_steps=6, iteration_tokens=300, step_sizes=((1, 2), (64, 3), (float("inf"), 1)))
+    engine.stats = EngineStats(
+        num_steps=6, num_computed_tokens=300, num_steps_by_size=((1, 2), (64, 3), (float("inf"), 1))
+    )
     text = service.metrics.render().decode()
     for bound, count in (("1.0", 2), ("64.0", 5), ("+Inf", 6)):
         assert f'nanovllm:iteration_tokens_total_bucket{{le="{bound}",model_name="scripted"}} {count}.0' in text

@@ -1,4 +1,4 @@
-"""Requests that fail before or after the check of their fields: body, headers, path, method, model, context length."""
+"""Requests that are refused for their body, headers, path, method, model or context length."""
 
 import json
 import random
@@ -78,7 +78,7 @@ def test_values_are_counted_the_same_in_pieces_of_any_size(monkeypatch, piece_by
 
     def count_values(value: JSON) -> int:
         children = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-        # `parse_body` counts opening brackets and commas. An empty object or list has one opening bracket.
+        # `parse_body` counts opening brackets and commas: n for n children, and 1 for an empty object or list.
         return max(len(children), isinstance(value, dict | list)) + sum(map(count_values, children))
 
     monkeypatch.setattr(body_module, "_PIECE_BYTES", piece_bytes)

@@ -43,7 +43,7 @@ SHIFT = 8
 def install_browser(profile: Path) -> tuple[str, dict[str, str]]:
     """Returns a browser's executable and environment. Downloads the browser if it is missing.
 
-    profile: empty directory for the browser's files.
+    profile: empty directory for files that the browser writes while it runs.
     """
     if sys.platform != "linux" or platform.machine() != "x86_64":
         found = next((path for path in map(shutil.which, INSTALLED_BROWSERS) if path), None)
@@ -114,7 +114,7 @@ class BrowserTab:
         assert "error" not in answer, (method, answer["error"])
         return answer["result"]
 
-    async def attach(self) -> None:
+    async def create(self) -> None:
         """Creates the tab, and subscribes to its events."""
         target = await self.send_command("Target.createTarget", url="about:blank")
         attached = await self.send_command("Target.attachToTarget", targetId=target["targetId"], flatten=True)
@@ -218,7 +218,7 @@ async def open_tab() -> AsyncIterator[BrowserTab]:
                 tab = BrowserTab(connection)
                 read_task = asyncio.create_task(tab.read_messages())
                 try:
-                    await tab.attach()
+                    await tab.create()
                     yield tab
                 finally:
                     read_task.cancel()

@@ -30,12 +30,12 @@ class AsyncEngine(Engine):
         """Load the model and start the engine. Raises ConfigError and the exceptions of `spec.build`."""
         return cls(await build_loop(spec, config or EngineConfig()))
 
-    async def compile(self, spec: GrammarSpec) -> ParameterTypes:
-        """See `Engine.compile`."""
+    async def compile_grammar(self, spec: GrammarSpec) -> ParameterTypes:
+        """See `Engine.compile_grammar`."""
         if self.death_reason is not None:
             raise EngineDeadError(self.death_reason)
         try:
-            return await self._loop.compile(spec)
+            return await self._loop.compile_grammar(spec)
         except GrammarError:
             # If the engine died during the compilation, the GrammarError is only a consequence of the death.
             if self.death_reason is not None:

@@ -38,7 +38,7 @@ class EngineClient(Engine):
         self.address = socket.address
         self._socket = socket
         self._owned_process = owned_process
-        # Results of unanswered calls of `compile` and `reset_prefix_cache`, by key. A reset has an empty result.
+        # Results of unanswered calls of `compile_grammar` and `reset_prefix_cache` (empty), by key.
         self._futures: dict[int, asyncio.Future[ParameterTypes]] = {}
         self._receive_task = asyncio.create_task(self._receive())
         self._receive_task.add_done_callback(self._on_receive_end)
@@ -83,8 +83,8 @@ class EngineClient(Engine):
             socket.close()
             raise
 
-    async def compile(self, spec: GrammarSpec) -> ParameterTypes:
-        """See `Engine.compile`."""
+    async def compile_grammar(self, spec: GrammarSpec) -> ParameterTypes:
+        """See `Engine.compile_grammar`."""
         key, future = self._begin_call()
         self._socket.send(wire.Compile(key, spec))
         return await future

@@ -125,7 +125,7 @@ class Engine(ABC):
             open_request.close()
 
     @abstractmethod
-    async def compile(self, spec: GrammarSpec) -> ParameterTypes:
+    async def compile_grammar(self, spec: GrammarSpec) -> ParameterTypes:
         """Compile a grammar before requests use it. Without this call, a request waits until its grammar is compiled.
 
         Returns the types of tool parameters, which are needed to read tool calls of models that write XML.

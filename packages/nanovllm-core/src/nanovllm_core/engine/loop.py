@@ -100,8 +100,8 @@ class EngineLoop:
     def _collect_stats(self) -> EngineStats:
         return collect_stats(self._scheduler, self._runner, self._transfers)
 
-    async def compile(self, spec: GrammarSpec) -> ParameterTypes:
-        """Compile a grammar and cache it. Returns the types of its tool parameters. Raises as `Engine.compile` does."""
+    async def compile_grammar(self, spec: GrammarSpec) -> ParameterTypes:
+        """Compile a grammar and cache it. See `Engine.compile_grammar`."""
         if self._grammars is None:
             raise GrammarError(GRAMMARS_UNSUPPORTED)
         return (await self._grammars.compile(spec)).parameter_types

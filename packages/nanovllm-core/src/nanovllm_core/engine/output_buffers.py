@@ -37,15 +37,15 @@ class OutputBuffer:
     stop_token: int | None = None
     num_accepted_drafts: int = 0
     num_rejected_drafts: int = 0
-    failure: str | None = None
+    grammar_failure: str | None = None
     _num_output_tokens: int = 0
 
     def take(self) -> RequestOutput | None:
         """Take the output since the last call; None if no token is new. Raises GrammarError if the grammar failed."""
         tokens, logprobs, request = self.tokens, self.logprobs, self._request
         if not tokens:
-            if self.failure is not None:
-                raise GrammarError(self.failure)
+            if self.grammar_failure is not None:
+                raise GrammarError(self.grammar_failure)
             return None
         self.tokens = []
         num_top, prompt_logprobs = request.sampling.prompt_logprobs, None
@@ -131,7 +131,7 @@ class OutputBuffers:
             buffers.pop(finish.key, None)
         for key, failure in outputs.failures:
             if (buffer := buffers.pop(key, None)) is not None:
-                buffer.failure = failure
+                buffer.grammar_failure = failure
                 buffer.listener.wake()
 
     def _record_starts_and_drafts(self, outputs: StepOutputs) -> None:

@@ -212,7 +212,7 @@ class EngineServer:
 
     async def _compile(self, message: wire.Compile) -> None:
         try:
-            parameter_types = await self._engine_loop.compile(message.grammar)
+            parameter_types = await self._engine_loop.compile_grammar(message.grammar)
             answer = wire.Compiled(message.key, parameter_types=parameter_types)
         except GrammarError as error:
             answer = wire.Compiled(message.key, (error.message, error.place, error.code))

@@ -18,9 +18,9 @@ class EngineInfo:
     num_ranks: number of processes that share the model.
     draft_method: method of speculative decoding; None without speculation.
     matmul_arithmetic: how matrix products are computed, as text for users.
-    transfer_id: id of this process for other engines; empty if no other engine can fetch blocks.
+    transfer_engine_id: id of this process for other engines; empty if no other engine can fetch blocks.
     transfer_address: address at which other engines fetch blocks, with the port that was chosen for port 0; may be
-        empty like `transfer_id`.
+        empty like `transfer_engine_id`.
     transfer_peers: addresses that `Request.prefix_peer` may have.
     """
 
@@ -43,7 +43,7 @@ class EngineInfo:
     num_ranks: int = 1
     draft_method: str | None = None
     matmul_arithmetic: str = ""
-    transfer_id: str = ""
+    transfer_engine_id: str = ""
     transfer_address: str = ""
     transfer_peers: tuple[str, ...] = ()
 
@@ -61,17 +61,17 @@ class EngineStats:
     num_cached_blocks: free blocks that later prompts can use.
     num_free_state_slots: state slots that no request holds, including checkpoints.
     num_checkpoints: free state slots with saved states that later prompts can use.
-    prefix_cache_queries: number of prompt tokens that were looked up in the prefix cache.
-    prefix_cache_hits: number of prompt tokens that were found in the prefix cache.
-    iteration_tokens: number of computed tokens, in contrast to output tokens (`generation_tokens`).
-    step_sizes: histogram of tokens per step: pairs (maximum number of tokens, number of steps), by rising maximum.
+    num_queried_prompt_tokens: number of prompt tokens that were looked up in the prefix cache.
+    num_cached_prompt_tokens: number of prompt tokens that were found in the prefix cache.
+    num_computed_tokens: number of computed tokens, in contrast to output tokens (`generation_tokens`).
+    num_steps_by_size: histogram of tokens per step: pairs (maximum number of tokens, number of steps), by maximum.
         Each step is in one pair: the first with a large enough maximum. The last maximum is infinite.
     graph_steps: triples (graph mode, kind of step, number of steps), see `StepGraphs.num_steps`.
-    num_verified_drafts: number of verified drafts by position; empty without speculation. Position 0 follows the
+    verified_drafts_by_position: number of verified drafts; empty without speculation. Position 0 follows the
         request's last token. A draft counts as verified even if a draft before it is rejected.
-    num_accepted_drafts: number of accepted drafts by position.
+    accepted_drafts_by_position: number of accepted drafts.
     loaded_tokens: pairs (tier "host" or "disk", number of prompt tokens loaded from this tier); empty without tiers.
-        `prefix_cache_hits` counts these tokens too.
+        `num_cached_prompt_tokens` counts these tokens too.
     rejected_load_tokens: number of prompt tokens that could have been loaded, but were faster to compute.
     num_held_host_slots: number of slots of the host memory that copies, files and fetches use now.
     num_failed_loads: number of loads that failed. The engine then computed the prompt.
@@ -101,15 +101,15 @@ class EngineStats:
     num_checkpoints: int = 0
     num_steps: int = 0
     num_preemptions: int = 0
-    prefix_cache_queries: int = 0
-    prefix_cache_hits: int = 0
+    num_queried_prompt_tokens: int = 0
+    num_cached_prompt_tokens: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0
-    iteration_tokens: int = 0
-    step_sizes: tuple[tuple[float, int], ...] = ()
+    num_computed_tokens: int = 0
+    num_steps_by_size: tuple[tuple[float, int], ...] = ()
     graph_steps: tuple[tuple[str, str, int], ...] = ()
-    num_verified_drafts: tuple[int, ...] = ()
-    num_accepted_drafts: tuple[int, ...] = ()
+    verified_drafts_by_position: tuple[int, ...] = ()
+    accepted_drafts_by_position: tuple[int, ...] = ()
     loaded_tokens: tuple[tuple[str, int], ...] = ()
     rejected_load_tokens: int = 0
     num_held_host_slots: int = 0

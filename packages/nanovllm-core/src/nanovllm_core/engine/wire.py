@@ -109,7 +109,7 @@ class Compiled(msgspec.Struct, frozen=True, tag=True):
     """The answer to Compile.
 
     error: arguments of the GrammarError; None if the grammar was compiled.
-    parameter_types: see `Engine.compile`.
+    parameter_types: see `Engine.compile_grammar`.
     """
 
     key: int

@@ -19,7 +19,7 @@ from tqdm import tqdm
 from nanovllm_core.config import GraphMode
 from nanovllm_core.execution.forward import ForwardOutput
 from nanovllm_core.execution.proposers import Proposer
-from nanovllm_core.execution.token_choice import CAPTURED_OPS, ChoiceGraphs, ResultT, SampledTokens
+from nanovllm_core.execution.token_choice import CAPTURED_OP_SETS, ChoiceGraphs, ResultT, SampledTokens
 from nanovllm_core.model import AttentionFunction, LaunchAttention
 from nanovllm_core.scheduling.plan import BatchShape
 from nanovllm_kernels.attention import AttentionBatch
@@ -290,7 +290,7 @@ def _capture_step(shape: GraphShape, functions: CapturedFunctions, pools: _Pools
         key = shape if proposer.reads_step else shape.num_reqs
     new_ops = [ops for ops in proposing_ops if (key, ops) not in pools.proposing]
     warm_up_output = run_forward(shape, None)
-    for ops in CAPTURED_OPS:
+    for ops in CAPTURED_OP_SETS:
         choose_tokens(ops, warm_up_output, shape.has_drafts)
     for ops in new_ops:
         propose(ops, warm_up_output)
@@ -300,7 +300,7 @@ def _capture_step(shape: GraphShape, functions: CapturedFunctions, pools: _Pools
         output = run_forward(shape, capture.launch_attention if shape.mode == "piecewise" else None)
     # `output` lives until the end of this function, so that the other graphs do not reuse the memory of its tensors.
     sampling = {
-        ops: _capture(pools.steps, partial(choose_tokens, ops, output, shape.has_drafts)) for ops in CAPTURED_OPS
+        ops: _capture(pools.steps, partial(choose_tokens, ops, output, shape.has_drafts)) for ops in CAPTURED_OP_SETS
     }
     for ops in new_ops:
         pools.proposing[key, ops] = _capture(pools.proposals, partial(propose, ops, output))

@@ -31,7 +31,7 @@ GraphsByOps = Mapping[int, tuple[torch.cuda.CUDAGraph, ResultT]]
 
 # The `SamplingOps` for which graphs are captured, least work first. The last graph does all operations and serves every
 # other combination, because an operation does not affect rows that do not need the operation.
-CAPTURED_OPS = (
+CAPTURED_OP_SETS = (
     *(
         int(ops | mask)
         for ops in (SamplingOps.GREEDY, SamplingOps.RANDOM, SamplingOps.RANDOM | SamplingOps.FILTER)

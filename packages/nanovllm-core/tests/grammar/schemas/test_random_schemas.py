@@ -1,4 +1,4 @@
-"""Random small schemas and values: a grammar permits only values that its schema allows, and most of these values."""
+"""Random small schemas and values: a grammar permits no invalid value, and permits most valid values."""
 
 import itertools
 import json
@@ -21,7 +21,7 @@ PATTERNS = ["^a*b?$", "^(a|ab|b){1,2}$", "a", "^[ab]{2}$", "b$", "^a|b$"]
 TYPES = ["integer", "null", "boolean", "string", "number", ["null", "integer"]]
 
 
-def draw_scalar(rng: random.Random):
+def draw_scalar_schema(rng: random.Random):
     low, high = sorted(rng.choices(NUMBERS, k=2))
     whole = sorted(int(number) for number in (low, high))
     names = rng.choice(["minimum", "exclusiveMinimum"]), rng.choice(["maximum", "exclusiveMaximum"])
@@ -38,7 +38,7 @@ def draw_scalar(rng: random.Random):
     )
 
 
-def draw_object(rng: random.Random, depth: int):
+def draw_object_schema(rng: random.Random, depth: int):
     names = rng.sample(["a", "b", "ab", "title"], rng.randrange(4))
     schema = {"type": "object", "properties": {name: draw_schema(rng, depth - 1) for name in names}}
     some = {
@@ -56,13 +56,13 @@ def draw_object(rng: random.Random, depth: int):
     return schema | {name: make() for name, make in some.items() if rng.random() < chances[name]}
 
 
-def draw_array(rng: random.Random, depth: int):
+def draw_array_schema(rng: random.Random, depth: int):
     some = {
         "prefixItems": lambda: [draw_schema(rng, depth - 1) for _ in range(rng.randrange(1, 3))],
         "items": lambda: draw_schema(rng, depth - 1) if rng.random() < 0.8 else False,
         "minItems": lambda: rng.randrange(3),
         "maxItems": lambda: rng.randrange(3),
-        "contains": lambda: draw_scalar(rng),
+        "contains": lambda: draw_scalar_schema(rng),
         "uniqueItems": lambda: True,
         "unevaluatedItems": lambda: False,
     }
@@ -72,15 +72,15 @@ def draw_array(rng: random.Random, depth: int):
 
 def draw_schema(rng: random.Random, depth: int):
     if depth <= 0 or rng.random() < 0.2:
-        return draw_scalar(rng)
+        return draw_scalar_schema(rng)
     several = [draw_schema(rng, depth - 1) for _ in range(rng.randrange(1, 4))]
     kinds = [
-        lambda: draw_object(rng, depth),
-        lambda: draw_array(rng, depth),
+        lambda: draw_object_schema(rng, depth),
+        lambda: draw_array_schema(rng, depth),
         lambda: {"anyOf": several},
         lambda: {"oneOf": several},
         lambda: {"allOf": several[:2]},
-        lambda: {"not": several[0], **(draw_scalar(rng) if rng.random() < 0.5 else {})},
+        lambda: {"not": several[0], **(draw_scalar_schema(rng) if rng.random() < 0.5 else {})},
         lambda: {"if": several[0], "then": several[-1], "else": draw_schema(rng, depth - 1)},
     ]
     schema = rng.choices(kinds, (5, 3, 2, 2, 2, 1, 1))[0]()
@@ -118,5 +118,5 @@ def test_permitted_values_are_valid():
             assert is_valid or not is_permitted, (schema, value)
             permitted += is_permitted
             valid += is_valid
-    # The other valid values have undeclared properties, or a contained item that does not come first.
+    # Grammars refuse some valid values: undeclared properties, and items that match `contains` but are not the first.
     assert permitted > 0.85 * valid > 1000

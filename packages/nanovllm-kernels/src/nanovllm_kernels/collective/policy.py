@@ -2,7 +2,7 @@
 
 Choices depend only on shapes and dtypes, so that all ranks choose alike. In a one-shot kernel, each rank sends its
 tensor once. In a two-shot kernel, each rank sums one part, and then sends the sums. A unit is SLOT_BYTES bytes.
-`python -m nanovllm_kernels.ladder.collectives` measures the limits.
+`python -m nanovllm_kernels.benchmarks.collectives` measures the limits.
 """
 
 from dataclasses import dataclass

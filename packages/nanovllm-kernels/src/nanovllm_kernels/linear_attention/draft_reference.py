@@ -16,7 +16,7 @@ from nanovllm_kernels.linear_attention.layer_inputs import (
 from nanovllm_kernels.linear_attention.token_reference import apply_tokens, compute_gates, convolve_windows, split_heads
 
 
-def plan_drafts(query_lens: list[int], num_pending: Tensor) -> DraftPlan:
+def plan_draft_decodes(query_lens: list[int], num_pending: Tensor) -> DraftPlan:
     """Plan the decodes of a step.
 
     query_lens: number of tokens of each decode, at least 1.
@@ -44,11 +44,13 @@ def decode(
     plan: TorchPlan,
     drafts: DraftPlan,
 ) -> Tensor:
-    """Compute the results of all decodes without norm and gate, float32 [t, Hv, Dv], and update the decodes' caches.
+    """Compute the outputs of all decodes, float32 [t, Hv, Dv], and update their caches.
+
+    The caller applies the output norm and the output gate.
 
     inputs: [t, C + 2 Hv], the rows to store in `conv_states` for the t tokens of all decodes.
     """
-    window_inputs = _update_inputs(inputs, sizes, conv_states, plan, drafts)
+    window_inputs = _store_inputs(inputs, sizes, conv_states, plan, drafts)
     first_column = window_inputs.shape[1] - drafts.max_query_len
     has_state = (plan.positions > drafts.num_pending).view(-1, 1, 1, 1)
     rounded_states = torch.where(has_state, states[plan.slots], 0.0)
@@ -68,9 +70,7 @@ def decode(
     return outs
 
 
-def _update_inputs(
-    inputs: Tensor, sizes: LayerSizes, conv_states: Tensor, plan: TorchPlan, drafts: DraftPlan
-) -> Tensor:
+def _store_inputs(inputs: Tensor, sizes: LayerSizes, conv_states: Tensor, plan: TorchPlan, drafts: DraftPlan) -> Tensor:
     """Store `inputs` in `conv_states`. Returns each decode's earlier and new inputs, [n, positions, C + 2 Hv].
 
     The last `drafts.max_query_len` positions are for new inputs. Inputs before a request's first token are 0.

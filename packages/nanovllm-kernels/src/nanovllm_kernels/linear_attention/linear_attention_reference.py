@@ -66,7 +66,7 @@ def plan_states(
             prefills.append(Prefill(first_row, end_row, request_slots[request], first_position, step_pairs))
     drafts = None
     if num_pending is not None:
-        drafts = draft_reference.plan_drafts([query_lens[request] for request in decodes], num_pending[decodes])
+        drafts = draft_reference.plan_draft_decodes([query_lens[request] for request in decodes], num_pending[decodes])
     return TorchPlan(
         slots[decodes].long(),
         slots.new_tensor([first_positions[request] for request in decodes], dtype=torch.long),

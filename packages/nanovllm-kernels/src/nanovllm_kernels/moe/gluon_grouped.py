@@ -32,7 +32,8 @@ WARP_GROUP_ROWS, BLOCK_COLUMNS, STEP_DEPTH = GLUON_TILE_ROWS // 2, 128, 128
 STAGES = 4  # steps that the ring buffer holds
 # Shared memory layout that the tensor cores require.
 SHARED_LAYOUT = gl.NVMMASharedLayout(128, 8, 2)
-# Registers per thread: at launch, in the copying warp, and in the multiplying warps (192 hold two sums and a product).
+# Registers per thread: at launch, in the copying warp, and in the multiplying warps. A multiplying warp needs 192 of
+# its registers for two sums and a product.
 LAUNCH_REGISTERS, COPY_REGISTERS, MULTIPLY_REGISTERS = 168, 24, 240
 # Rows and columns that a program of `_gather_rows` copies at once.
 GATHER_ROWS, GATHER_BLOCK = 16, 1024
@@ -52,10 +53,10 @@ def run_products(
     float32_options = {"dtype": torch.float32, "device": x.device}
     rows = torch.empty((num_pairs, hidden_size), dtype=x.dtype, device=x.device)  # sorted by expert
     # Loads of the last tile may reach up to GLUON_TILE_ROWS elements past the last row.
-    scales_stride = num_pairs + GLUON_TILE_ROWS
-    row_scales = torch.empty((hidden_size // GROUP, scales_stride), **float32_options)
+    group_stride = num_pairs + GLUON_TILE_ROWS
+    row_scales = torch.empty((hidden_size // GROUP, group_stride), **float32_options)
     hidden = torch.empty((num_pairs, intermediate_size), dtype=x.dtype, device=x.device)  # silu(gate) * up
-    hidden_scales = torch.empty((intermediate_size // GROUP, scales_stride), **float32_options)
+    hidden_scales = torch.empty((intermediate_size // GROUP, group_stride), **float32_options)
     row_weights = torch.empty(num_pairs, **float32_options)
     _gather_rows[(triton.cdiv(num_pairs, GATHER_ROWS),)](
         x,
@@ -66,7 +67,7 @@ def run_products(
         row_scales,
         row_weights,
         num_pairs,
-        scales_stride,
+        group_stride,
         x.stride(0),
         *x_scales.stride(),
         pairs.starts,
@@ -96,7 +97,7 @@ def run_products(
             row_weights,
             result,
             hidden_scales,
-            scales_stride,
+            group_stride,
             N=num_columns,
             K=x_rows.shape[1],
             GATED=gated,
@@ -114,7 +115,7 @@ def _describe_rows(matrix: Tensor, num_rows: int) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(matrix, [num_rows, STEP_DEPTH], SHARED_LAYOUT)
 
 
-@triton.jit(do_not_specialize=["num_pairs", "scales_stride", "num_experts"])
+@triton.jit(do_not_specialize=["num_pairs", "group_stride", "num_experts"])
 def _gather_rows(
     x_ptr,
     x_scales_ptr,
@@ -124,7 +125,7 @@ def _gather_rows(
     row_scales_ptr,
     row_weights_ptr,
     num_pairs,
-    scales_stride,
+    group_stride,
     x_stride,
     x_scales_stride,
     x_scales_group_stride,  # between the scales of a row's adjacent groups (of 128 elements)
@@ -156,7 +157,7 @@ def _gather_rows(
     scales = tl.load(
         x_scales_ptr + tokens[None, :] * x_scales_stride + groups * x_scales_group_stride, mask=mask, other=0.0
     )
-    tl.store(row_scales_ptr + groups.to(tl.int64) * scales_stride + sorted_rows[None, :], scales, mask=mask)
+    tl.store(row_scales_ptr + groups.to(tl.int64) * group_stride + sorted_rows[None, :], scales, mask=mask)
     token_ptrs = x_ptr + tokens[:, None].to(tl.int64) * x_stride
     target_ptrs = rows_ptr + sorted_rows[:, None].to(tl.int64) * K
     for first_k in tl.static_range(0, K, BLOCK):
@@ -165,7 +166,7 @@ def _gather_rows(
         tl.store(target_ptrs + ks, tl.load(token_ptrs + ks, mask=mask, other=0.0), mask=mask)
 
 
-@gluon.jit(do_not_specialize=["scales_stride"])
+@gluon.jit(do_not_specialize=["group_stride"])
 def _grouped_product(
     x_desc,  # TMA descriptor
     weight_desc,  # TMA descriptor
@@ -174,10 +175,10 @@ def _grouped_product(
     order_ptr,  # `order_ptr`, `starts_ptr` and `tiles_ptr`: fields of `SortedPairs`
     starts_ptr,
     tiles_ptr,
-    weights_ptr,
+    row_weights_ptr,
     out_ptr,
     out_scales_ptr,
-    scales_stride,
+    group_stride,
     N: gl.constexpr,
     K: gl.constexpr,
     GATED: gl.constexpr,
@@ -200,12 +201,12 @@ def _grouped_product(
         mbarrier.init(empty.index(stage), count=2)
     fence_async_shared()
     rings = (x_ring, weight_ring, full, empty)
-    pointers = (x_scales_ptr, scales_ptr, order_ptr, starts_ptr, tiles_ptr, weights_ptr, out_ptr, out_scales_ptr)
+    pointers = (x_scales_ptr, scales_ptr, order_ptr, starts_ptr, tiles_ptr, row_weights_ptr, out_ptr, out_scales_ptr)
     copy_sources = (x_desc, weight_desc, starts_ptr, tiles_ptr)
     gl.warp_specialize(
         [
-            (_multiply, (rings, pointers, scales_stride, N, K, GATED, STAGES, 0)),
-            (_multiply, (rings, pointers, scales_stride, N, K, GATED, STAGES, 1)),
+            (_multiply, (rings, pointers, group_stride, N, K, GATED, STAGES, 0)),
+            (_multiply, (rings, pointers, group_stride, N, K, GATED, STAGES, 1)),
             (_copy_tiles, (rings, copy_sources, N, K, GATED, STAGES)),
         ],
         [4, 1],
@@ -214,7 +215,7 @@ def _grouped_product(
 
 
 @gluon.jit
-def _load_tile(tiles_ptr, work, num_work, COLUMN_TILES: gl.constexpr):
+def _look_up_tile(tiles_ptr, work, num_work, COLUMN_TILES: gl.constexpr):
     """Return the expert and first row of a work item (a row tile and a column tile). Clamp `work` to the last item."""
     entry_ptr = tiles_ptr + 2 * (1 + gl.minimum(work, num_work - 1) // COLUMN_TILES)
     return gl.load(entry_ptr), gl.load(entry_ptr + 1)
@@ -227,15 +228,15 @@ def _copy_tiles(rings, sources, N: gl.constexpr, K: gl.constexpr, GATED: gl.cons
     x_desc, weight_desc, starts_ptr, tiles_ptr = sources
     TILE_COLUMNS: gl.constexpr = 128 if GATED else 256
     COLUMN_TILES: gl.constexpr = N // TILE_COLUMNS
-    ROWS_PER_EXPERT: gl.constexpr = 2 * N if GATED else N
+    WEIGHT_ROWS_PER_EXPERT: gl.constexpr = 2 * N if GATED else N
     # Distance from the first block of columns to the second.
     BLOCK_DISTANCE: gl.constexpr = N if GATED else 128
     num_work = gl.load(tiles_ptr) * COLUMN_TILES
     step = 0
     for work in range(gl.program_id(0), num_work, gl.num_programs(0)):
-        expert, first_row = _load_tile(tiles_ptr, work, num_work, COLUMN_TILES)
+        expert, first_row = _look_up_tile(tiles_ptr, work, num_work, COLUMN_TILES)
         has_second_half = first_row + 64 < gl.load(starts_ptr + expert + 1)
-        first_column = expert * ROWS_PER_EXPERT + (work % COLUMN_TILES) * TILE_COLUMNS
+        first_weight_row = expert * WEIGHT_ROWS_PER_EXPERT + (work % COLUMN_TILES) * TILE_COLUMNS
         for k in range(0, K, 128):
             stage = step % STAGES
             # In the first pass over the ring every stage is free, and this wait returns at once.
@@ -243,10 +244,10 @@ def _copy_tiles(rings, sources, N: gl.constexpr, K: gl.constexpr, GATED: gl.cons
             ready = full.index(stage)
             mbarrier.expect(ready, 3 * 128 * 128, pred=has_second_half)  # bytes
             mbarrier.expect(ready, 5 * 64 * 128, pred=has_second_half == 0)
-            tma.async_copy_global_to_shared(weight_desc, [first_column, k], ready, weight_ring.index(2 * stage))
+            tma.async_copy_global_to_shared(weight_desc, [first_weight_row, k], ready, weight_ring.index(2 * stage))
             tma.async_copy_global_to_shared(x_desc, [first_row, k], ready, x_ring.index(2 * stage))
             tma.async_copy_global_to_shared(
-                weight_desc, [first_column + BLOCK_DISTANCE, k], ready, weight_ring.index(2 * stage + 1)
+                weight_desc, [first_weight_row + BLOCK_DISTANCE, k], ready, weight_ring.index(2 * stage + 1)
             )
             tma.async_copy_global_to_shared(
                 x_desc, [first_row + 64, k], ready, x_ring.index(2 * stage + 1), pred=has_second_half
@@ -258,7 +259,7 @@ def _copy_tiles(rings, sources, N: gl.constexpr, K: gl.constexpr, GATED: gl.cons
 def _multiply(
     rings,
     pointers,
-    scales_stride,
+    group_stride,
     N: gl.constexpr,
     K: gl.constexpr,
     GATED: gl.constexpr,
@@ -267,7 +268,7 @@ def _multiply(
 ):
     """Multiply and store 64 rows of each tile, from row `64 * WARP_GROUP`. Four warps run this function."""
     x_ring, weight_ring, full, empty = rings
-    x_scales_ptr, scales_ptr, order_ptr, starts_ptr, tiles_ptr, weights_ptr, out_ptr, out_scales_ptr = pointers
+    x_scales_ptr, scales_ptr, order_ptr, starts_ptr, tiles_ptr, row_weights_ptr, out_ptr, out_scales_ptr = pointers
     SUMS_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
     TILE_COLUMNS: gl.constexpr = 128 if GATED else 256
     COLUMN_TILES: gl.constexpr = N // TILE_COLUMNS
@@ -278,20 +279,20 @@ def _multiply(
     step = 0
     if work < num_work:
         # Scales are loaded one step ahead: a tile's first scales are loaded before the previous tile is stored.
-        expert, first_row = _load_tile(tiles_ptr, work, num_work, COLUMN_TILES)
+        expert, first_row = _look_up_tile(tiles_ptr, work, num_work, COLUMN_TILES)
         end = gl.load(starts_ptr + expert + 1)
         # left, right: the tile's first and second block of columns (gate and up if GATED).
         row_scale, left_scale, right_scale = _load_scales(
-            x_scales_ptr, scales_ptr, expert, first_row, work, 0, tile_rows, scales_stride, N, K, GATED
+            x_scales_ptr, scales_ptr, expert, first_row, work, 0, tile_rows, group_stride, N, K, GATED
         )
         while work < num_work:
             next_work = work + gl.num_programs(0)
-            next_expert, next_first_row = _load_tile(tiles_ptr, next_work, num_work, COLUMN_TILES)
+            next_expert, next_first_row = _look_up_tile(tiles_ptr, next_work, num_work, COLUMN_TILES)
             rows = first_row + tile_rows
             row_mask = rows < end
             if not GATED:
                 pairs = gl.load(order_ptr + rows, mask=row_mask, other=0)
-                weights = gl.load(weights_ptr + rows, mask=row_mask, other=0.0)
+                weights = gl.load(row_weights_ptr + rows, mask=row_mask, other=0.0)
             # The compiler fails on a branch that it knows is never taken: keep the condition a runtime value.
             has_rows = first_row + 64 * WARP_GROUP < end
             if has_rows:
@@ -307,7 +308,7 @@ def _multiply(
                     work,
                     second_step,
                     tile_rows,
-                    scales_stride,
+                    group_stride,
                     N,
                     K,
                     GATED,
@@ -343,7 +344,7 @@ def _multiply(
                             work,
                             gl.minimum(turn // 2 + 2, NUM_STEPS - 1),
                             tile_rows,
-                            scales_stride,
+                            group_stride,
                             N,
                             K,
                             GATED,
@@ -358,7 +359,7 @@ def _multiply(
                     next_work,
                     0,
                     tile_rows,
-                    scales_stride,
+                    group_stride,
                     N,
                     K,
                     GATED,
@@ -367,7 +368,7 @@ def _multiply(
                 if GATED:
                     left_sums = left_sums * (1 / (1 + gl.exp(-left_sums))) * right_sums
                     values, scales = quantize_groups(left_sums, 1)  # values: e4m3
-                    scale_ptrs = out_scales_ptr + (first_column // 128).to(gl.int64) * scales_stride + rows
+                    scale_ptrs = out_scales_ptr + (first_column // 128).to(gl.int64) * group_stride + rows
                     gl.store(scale_ptrs, scales, mask=row_mask)
                     _store_e4m3(values, out_ptr, first_row + 64 * WARP_GROUP, first_column, end, N)
                 else:
@@ -389,7 +390,7 @@ def _multiply(
                     next_work,
                     0,
                     tile_rows,
-                    scales_stride,
+                    group_stride,
                     N,
                     K,
                     GATED,
@@ -407,7 +408,7 @@ def _load_scales(
     work,
     step,
     tile_rows,
-    scales_stride,
+    group_stride,
     N: gl.constexpr,
     K: gl.constexpr,
     GATED: gl.constexpr,
@@ -416,7 +417,7 @@ def _load_scales(
     BLOCKS: gl.constexpr = N // 128  # blocks of columns of one expert's projection
     NUM_STEPS: gl.constexpr = K // 128
     COLUMN_TILES: gl.constexpr = BLOCKS if GATED else BLOCKS // 2
-    row_scale = gl.load(x_scales_ptr + (step * scales_stride + first_row) + tile_rows)
+    row_scale = gl.load(x_scales_ptr + (step * group_stride + first_row) + tile_rows)
     tile = work % COLUMN_TILES
     # 32-bit offsets suffice: there are fewer than 2^31 scales.
     if GATED:
@@ -444,7 +445,10 @@ def _store_e4m3(values, out_ptr, first_row, first_column, end, N: gl.constexpr):
 
 @gluon.jit
 def _store_pair_results(pair_results, pairs, num_rows, out_ptr, first_column, N: gl.constexpr):
-    """Store the first `num_rows` of 64 rows to rows `pairs` of the result. Each warp stores the rows that it summed."""
+    """Store row i of `pair_results` [64, 128] to row `pairs[i]` of the result, for i below `num_rows`.
+
+    Each warp stores the rows that it summed.
+    """
     STORE_LAYOUT: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [0, 4], [2, 0], [4, 0], [8, 0]],
         [[0, 8], [0, 16], [0, 32], [0, 64], [1, 0]],

@@ -1,4 +1,4 @@
-"""The command `kernels`: runs `nanovllm_kernels.ladder`, which measures our kernels with the sizes of real models."""
+"""The command `kernels`: runs `nanovllm_kernels.benchmarks`, which measures our kernels with sizes of real models."""
 
 import sys
 from dataclasses import asdict, replace
@@ -7,7 +7,7 @@ from statistics import median
 import torch
 from tqdm import tqdm
 
-from nanovllm_kernels import ladder
+from nanovllm_kernels import benchmarks
 from nanovllm_kernels.platform import describe_device, has_cuda
 from nanovllm_server.bench import charts
 from nanovllm_server.bench.report import BenchError, OutputFiles, report
@@ -17,11 +17,11 @@ def run(name_part: str, repeat: int, files: OutputFiles) -> None:
     """Measures the kernels whose names contain `name_part`. Raises BenchError without a GPU, or if no name matches."""
     if not has_cuda():
         raise BenchError("kernels needs an NVIDIA GPU")
-    if not (cases := ladder.selected(name_part)):
+    if not (cases := benchmarks.select_cases(name_part)):
         raise BenchError(f"no kernel has {name_part!r} in its name")
-    figures: list[ladder.Figure] = []  # A figure is one kernel's time and its rate in `unit`.
+    figures: list[benchmarks.Figure] = []  # A figure is one kernel's time and its rate in `unit`.
     for case in tqdm(cases, desc="kernels", unit="kernel", disable=not sys.stderr.isatty()):
-        runs = [ladder.measure(case) for _ in range(repeat)]
+        runs = [benchmarks.measure(case) for _ in range(repeat)]
         microseconds, rate = median(run.microseconds for run in runs), median(run.rate for run in runs)
         figures.append(replace(runs[0], microseconds=microseconds, rate=rate))
     rows = [[figure.name, f"{figure.microseconds:.1f}", f"{figure.rate:.2f}", figure.unit] for figure in figures]

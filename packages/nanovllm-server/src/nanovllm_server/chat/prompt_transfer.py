@@ -55,7 +55,7 @@ def describe_prompt(info: EngineInfo, host: str, response_id: str, num_prompt_to
     return {
         "do_remote_prefill": True,
         "do_remote_decode": False,
-        "remote_engine_id": info.transfer_id,
+        "remote_engine_id": info.transfer_engine_id,
         "remote_block_ids": [],
         "remote_request_id": response_id,
         "remote_host": host,

@@ -199,11 +199,11 @@ class Service:
         """Compiles the grammars of a request. Raises ApiError (400), which names the field at fault."""
         for path, spec in constraint.unused_grammars:
             try:
-                await self.engine.compile(spec)
+                await self.engine.compile_grammar(spec)
             except GrammarError as error:
                 raise refused_grammar(path, error) from error
         try:
-            return await self.engine.compile(constraint.spec)
+            return await self.engine.compile_grammar(constraint.spec)
         except GrammarError as error:
             raise await self._locate_grammar_error(constraint, error) from error
 
@@ -212,7 +212,7 @@ class Service:
         is_field_unknown = error.place is None and len(constraint.field_grammars) > 1
         for path, spec in constraint.field_grammars if is_field_unknown else ():
             try:
-                await self.engine.compile(spec)
+                await self.engine.compile_grammar(spec)
             except GrammarError as field_error:
                 return refused_grammar(path, field_error)
         return refused_grammar(constraint.path, error)

@@ -178,19 +178,19 @@ class Metrics(Collector):
             [({"term": term}, seconds) for term, seconds in stats.step_time_coefficients],
         )
         for name, help_text, value in (
-            ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.prefix_cache_queries),
-            ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.prefix_cache_hits),
+            ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.num_queried_prompt_tokens),
+            ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.num_cached_prompt_tokens),
             ("num_preemptions", "Requests put back into the queue because the cache was full.", stats.num_preemptions),
             ("generation_tokens", "Tokens generated.", stats.generation_tokens),
             ("engine_steps", "Steps of the engine.", stats.num_steps),
         ):
             yield self._make_counter(name, help_text, [({}, value)])
         # vLLM gives this name to a histogram, although `_total` usually marks a counter.
-        bounds = [str(float(size)) for size, _ in stats.step_sizes[:-1]]
-        counts = accumulate(count for _, count in stats.step_sizes) if stats.step_sizes else [0]
+        bounds = [str(float(size)) for size, _ in stats.num_steps_by_size[:-1]]
+        counts = accumulate(count for _, count in stats.num_steps_by_size) if stats.num_steps_by_size else [0]
         buckets = list(zip([*bounds, "+Inf"], counts, strict=True))
         help_text = "Prompt and decode tokens per step."
-        yield self._make_histogram("iteration_tokens_total", help_text, buckets, stats.iteration_tokens)
+        yield self._make_histogram("iteration_tokens_total", help_text, buckets, stats.num_computed_tokens)
         yield self._make_counter(
             "graph_mode",
             "Steps by the part replayed from CUDA graphs, and by whether all requests decoded.",
@@ -245,7 +245,7 @@ class Metrics(Collector):
     def _collect_draft_metrics(self, method: str, stats: EngineStats) -> Iterator[Metric]:
         # vLLM's metrics have no label for the method.
         labels = {} if self._prefix == "vllm" else {"method": method}
-        num_verified, num_accepted = stats.num_verified_drafts, stats.num_accepted_drafts
+        num_verified, num_accepted = stats.verified_drafts_by_position, stats.accepted_drafts_by_position
         num_drafts = num_verified[0] if num_verified else 0
         for name, help_text, value in (
             ("spec_decode_num_drafts", "Number of times that a step verified drafts of a request.", num_drafts),

@@ -78,10 +78,10 @@ async def time_engine(
 
 def _find_acceptance_length(before: EngineStats, after: EngineStats) -> float | None:
     # Each step in which a request has drafts verifies one draft at position 0.
-    num_verifications = sum(after.num_verified_drafts[:1]) - sum(before.num_verified_drafts[:1])
+    num_verifications = sum(after.verified_drafts_by_position[:1]) - sum(before.verified_drafts_by_position[:1])
     if num_verifications == 0:
         return None
-    return 1 + (sum(after.num_accepted_drafts) - sum(before.num_accepted_drafts)) / num_verifications
+    return 1 + (sum(after.accepted_drafts_by_position) - sum(before.accepted_drafts_by_position)) / num_verifications
 
 
 def _with_max_tokens(requests: Sequence[TokenRequest], max_tokens: int) -> list[TokenRequest]:

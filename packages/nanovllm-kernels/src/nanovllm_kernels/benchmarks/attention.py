@@ -11,8 +11,8 @@ import torch
 from nanovllm_kernels import fp8
 from nanovllm_kernels.attention import Backend, paged_attention, plan_batch
 from nanovllm_kernels.attention.mla import latent_attention, plan_latent_batch
-from nanovllm_kernels.ladder.inputs import DTYPE, HEAD_DIM, NUM_HEADS, NUM_KV_HEADS, random
-from nanovllm_kernels.ladder.timing import COLD_BYTES, BenchmarkCase
+from nanovllm_kernels.benchmarks.inputs import DTYPE, HEAD_DIM, NUM_HEADS, NUM_KV_HEADS, random
+from nanovllm_kernels.benchmarks.timing import COLD_BYTES, BenchmarkCase
 from nanovllm_kernels.platform import has_cute, has_flash_attention
 
 # Numbers of elements in DeepSeek-V3: unrotated and rotated part of a head's key, a head's value, and a latent (the

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nanovllm_kernels.benchmarks.inputs import DTYPE
 from nanovllm_kernels.collective import Communicator
-from nanovllm_kernels.ladder.inputs import DTYPE
 
 # (rows, hidden size): few and many rows, so that every kernel runs. On the last shape, some operators use NCCL.
 SHAPES = ((1, 4096), (8, 8192), (64, 2048), (3, 7168), (130, 3072), (256, 4096))

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
+from nanovllm_kernels.benchmarks.inputs import random
+from nanovllm_kernels.benchmarks.timing import BenchmarkCase
 from nanovllm_kernels.elementwise import rms_norm, silu_and_mul
 from nanovllm_kernels.gemm import block_fp8, linear, logits, norm_gate_up, norm_linear, pack_linear, tiles
-from nanovllm_kernels.ladder.inputs import random
-from nanovllm_kernels.ladder.timing import BenchmarkCase
 
 # A linear layer as a function of (weight, x, residual).
 LinearCall = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]

@@ -14,9 +14,9 @@ from nanovllm_kernels.attention.gqa.flash_prefill import TMA_PAGE_SIZE
 from nanovllm_kernels.attention.mla import latent_attention, plan_latent_batch
 from nanovllm_kernels.attention.plan.flash_requests import FlashRequests
 from nanovllm_kernels.attention.plan.work_list import WorkListFilter, make_work_list
-from nanovllm_kernels.ladder.attention import KEY_DIM, LATENT_DIM, ROPE_DIM, VALUE_DIM
-from nanovllm_kernels.ladder.inputs import HEAD_DIM, NUM_HEADS, NUM_KV_HEADS, random
-from nanovllm_kernels.ladder.timing import COLD_BYTES, BenchmarkCase
+from nanovllm_kernels.benchmarks.attention import KEY_DIM, LATENT_DIM, ROPE_DIM, VALUE_DIM
+from nanovllm_kernels.benchmarks.inputs import HEAD_DIM, NUM_HEADS, NUM_KV_HEADS, random
+from nanovllm_kernels.benchmarks.timing import COLD_BYTES, BenchmarkCase
 from nanovllm_kernels.platform import has_cute, has_flash_attention
 
 # The longest request that the engine accepts, in tokens. It determines the width of block tables.

@@ -1,7 +1,7 @@
 """Measure the collectives of this host's GPUs, or replay a graph of collectives very often. Each GPU has a process.
 
-    python -m nanovllm_kernels.ladder.collectives [--gpus N] [--only WORD] [--json FILE]
-    python -m nanovllm_kernels.ladder.collectives --stress REPLAYS [--gpus N] [--timeout-s SECONDS]
+    python -m nanovllm_kernels.benchmarks.collectives [--gpus N] [--only WORD] [--json FILE]
+    python -m nanovllm_kernels.benchmarks.collectives --stress REPLAYS [--gpus N] [--timeout-s SECONDS]
 
 Figures are median microseconds per call, over replays of a CUDA graph of many calls on bf16 tensors. The columns force
 a kernel: one-shot, two-shot, or NCCL. A dash means that the operator lacks the kernel, or that the kernel's buffers do
@@ -19,10 +19,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from nanovllm_kernels.benchmarks.collective_stress import replay_collectives
+from nanovllm_kernels.benchmarks.inputs import DTYPE, random
+from nanovllm_kernels.benchmarks.ranks import run_ranks
 from nanovllm_kernels.collective.collective_reference import TorchCollectives
-from nanovllm_kernels.ladder.collective_stress import replay_collectives
-from nanovllm_kernels.ladder.inputs import DTYPE, random
-from nanovllm_kernels.ladder.ranks import run_ranks
 from nanovllm_kernels.platform import describe_device, has_cuda
 
 ROW_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
@@ -61,7 +61,7 @@ class NoFallback(TorchCollectives):
 def main() -> None:
     """Measure or replay collectives on all GPUs."""
     parser = argparse.ArgumentParser(
-        prog="python -m nanovllm_kernels.ladder.collectives",
+        prog="python -m nanovllm_kernels.benchmarks.collectives",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from nanovllm_kernels.benchmarks.inputs import HEAD_DIM, NUM_HEADS, NUM_KV_HEADS, random
+from nanovllm_kernels.benchmarks.timing import BenchmarkCase
 from nanovllm_kernels.elementwise import plan_rotation, rms_norm, rope_and_cache, silu_and_mul
-from nanovllm_kernels.ladder.inputs import HEAD_DIM, NUM_HEADS, NUM_KV_HEADS, random
-from nanovllm_kernels.ladder.timing import BenchmarkCase
 from nanovllm_kernels.sampling import DrawSettings, sample
 
 

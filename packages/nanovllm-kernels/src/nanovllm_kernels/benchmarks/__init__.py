@@ -1,6 +1,6 @@
 """Measure how fast the kernels run on this GPU, in bytes or operations per second.
 
-    python -m nanovllm_kernels.ladder [--json FILE] [--only WORD]
+    python -m nanovllm_kernels.benchmarks [--json FILE] [--only WORD]
 
 Each figure is a kernel's median time per call, over replays of a CUDA graph, and its bytes or operations per second.
 A graph calls the kernel on several copies of the inputs, which together exceed the L2 cache. Bytes and operations are
@@ -16,20 +16,20 @@ from pathlib import Path
 
 import torch
 
-from nanovllm_kernels.ladder.attention import latent_cases, paged_cases
-from nanovllm_kernels.ladder.captured_attention import captured_cases
-from nanovllm_kernels.ladder.drafts import draft_cases
-from nanovllm_kernels.ladder.gemm import MODEL_WIDTHS, block_fp8_cases, linear_cases
-from nanovllm_kernels.ladder.linear_attention import delta_net_cases
-from nanovllm_kernels.ladder.moe import mixture_cases
-from nanovllm_kernels.ladder.timing import BenchmarkCase, Figure, measure
-from nanovllm_kernels.ladder.traffic import copy_case, elementwise_cases, sampling_cases
+from nanovllm_kernels.benchmarks.attention import latent_cases, paged_cases
+from nanovllm_kernels.benchmarks.captured_attention import captured_cases
+from nanovllm_kernels.benchmarks.drafts import draft_cases
+from nanovllm_kernels.benchmarks.gemm import MODEL_WIDTHS, block_fp8_cases, linear_cases
+from nanovllm_kernels.benchmarks.linear_attention import delta_net_cases
+from nanovllm_kernels.benchmarks.moe import mixture_cases
+from nanovllm_kernels.benchmarks.timing import BenchmarkCase, Figure, measure
+from nanovllm_kernels.benchmarks.traffic import copy_case, elementwise_cases, sampling_cases
 from nanovllm_kernels.platform import describe_device, has_cuda
 
-__all__ = ["Figure", "ladder", "main", "measure", "selected"]
+__all__ = ["Figure", "all_cases", "main", "measure", "select_cases"]
 
 
-def ladder() -> Iterator[BenchmarkCase]:
+def all_cases() -> Iterator[BenchmarkCase]:
     """Yield all benchmark cases, one kind of kernel after another. For each kind, small inputs come first."""
     yield copy_case()
     yield from paged_cases()
@@ -49,16 +49,16 @@ def ladder() -> Iterator[BenchmarkCase]:
     yield from draft_cases()  # Drafts of speculative decoding.
 
 
-def selected(name_part: str) -> list[BenchmarkCase]:
+def select_cases(name_part: str) -> list[BenchmarkCase]:
     """Return the cases whose names contain `name_part`, and whose inputs take at most 40% of this GPU's memory."""
     max_input_bytes = 0.4 * describe_device(torch.device("cuda", 0)).total_memory
-    return [case for case in ladder() if name_part in case.name and case.input_bytes <= max_input_bytes]
+    return [case for case in all_cases() if name_part in case.name and case.input_bytes <= max_input_bytes]
 
 
 def main() -> None:
     """Measure the selected cases, and print their figures."""
     parser = argparse.ArgumentParser(
-        prog="python -m nanovllm_kernels.ladder",
+        prog="python -m nanovllm_kernels.benchmarks",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -66,11 +66,11 @@ def main() -> None:
     parser.add_argument("--only", default="", help="measure only cases whose names contain this word")
     arguments = parser.parse_args()
     if not has_cuda():
-        sys.exit("no NVIDIA GPU (Ampere or newer) found: the ladder measures CUDA kernels")
+        sys.exit("no NVIDIA GPU (Ampere or newer) found: this program measures CUDA kernels")
     device = describe_device(torch.device("cuda", 0))
     print(f"{device.name}, {device.num_sms} SMs, torch {torch.__version__}")  # noqa: T201 - the program's output
     figures = []
-    for case in selected(arguments.only):
+    for case in select_cases(arguments.only):
         figures.append(figure := measure(case))
         print(f"{figure.name:44} {figure.microseconds:10.1f} us {figure.rate:9.2f} {figure.unit}", flush=True)  # noqa: T201
     document = json.dumps({"device": asdict(device), "figures": [asdict(figure) for figure in figures]})

@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from nanovllm_kernels.ladder.inputs import random
-from nanovllm_kernels.ladder.timing import BenchmarkCase
+from nanovllm_kernels.benchmarks.inputs import random
+from nanovllm_kernels.benchmarks.timing import BenchmarkCase
 from nanovllm_kernels.linear_attention import DeltaWeights, conv_state_shape, gated_delta_net, plan_states
 
 DELTA_K_HEADS, DELTA_V_HEADS, DELTA_DIM = 16, 32, 128  # Key heads, value heads, and elements per head of Qwen3-Next.

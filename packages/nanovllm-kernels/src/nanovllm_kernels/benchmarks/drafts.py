@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from nanovllm_kernels.ladder.timing import BenchmarkCase
+from nanovllm_kernels.benchmarks.timing import BenchmarkCase
 from nanovllm_kernels.request_tables import TokenTables, propose_ngrams, verify_drafts
 
 # Drafts per request, and minimum and maximum number of tokens of an n-gram.

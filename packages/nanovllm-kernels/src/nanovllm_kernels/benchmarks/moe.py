@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from nanovllm_kernels import fp8
-from nanovllm_kernels.ladder.inputs import random
-from nanovllm_kernels.ladder.timing import BenchmarkCase
+from nanovllm_kernels.benchmarks.inputs import random
+from nanovllm_kernels.benchmarks.timing import BenchmarkCase
 from nanovllm_kernels.moe import PackedExperts, Routing, fused_experts, pack_experts, route
 
 
