@@ -67,7 +67,7 @@ def test_kubernetes_waits_for_the_drain(pod):
     limit_s = int(wait_s) + drain_s(container["args"]) + STOP_S
     assert pod["terminationGracePeriodSeconds"] >= limit_s
     readiness = container["readinessProbe"]
-    # Proxies learn that the pod leaves before the server refuses requests.
+    # Before the server refuses requests, proxies must learn that the pod is ending.
     assert int(wait_s) > readiness["periodSeconds"] * readiness["failureThreshold"]
 
 

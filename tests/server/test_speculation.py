@@ -84,7 +84,7 @@ def expected(shallow_server) -> list:
 
 
 def draft_totals(server) -> dict[str, float]:
-    """The sums of the metrics of drafts over positions, by name."""
+    """The metrics of drafts, by name. Counters of single positions are added up."""
     with urllib.request.urlopen(f"{server.url}/metrics") as response:
         text = response.read().decode()
     totals: dict[str, float] = {}

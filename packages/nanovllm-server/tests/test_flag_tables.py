@@ -79,7 +79,7 @@ def test_the_documented_values_are_those_of_the_parser(flag):
         assert set(re.findall(r"\b\d+\b", f"{row.default} {row.meaning.split(';')[0]}")) == expected
         return
     documented = values_of_own_table(flag) or set(re.findall("`([^`]+)`", row.meaning))
-    # The default needs no description. Without a default, the flag has no effect.
+    # The default needs no description.
     default = ACTIONS[flag].default
     assert documented | (set() if default is None else {str(default)}) == expected
 

@@ -1,4 +1,4 @@
-"""A session with langchain-openai: messages, tools bound to a model, and typed objects by each of its methods.
+"""A session with langchain-openai: messages, tools bound to a model, and all kinds of `with_structured_output`.
 
 OpenAI's SDK, which langchain-openai uses, takes the base URL and the key from the environment.
 """

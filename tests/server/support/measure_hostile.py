@@ -2,8 +2,7 @@
 
 On an idle machine, start `nanovllm-server --served-model-name tiny --max-model-len 512 --cpu-cache-gib 0.02`, and then
 run `python tests/server/support/measure_hostile.py http://127.0.0.1:8000`. Exits with 1 if a first attempt is over a
-limit. The limit of gaps holds for inputs that the server refuses: the prompt of an accepted request delays streams like
-any prompt.
+limit. Only refused inputs must keep the limit of gaps: an accepted prompt delays streams like any prompt.
 """
 
 import asyncio
@@ -22,10 +21,10 @@ from hostile_exchange import measure_answer, run_streams, send_case
 from hostile_requests import make_request_cases
 from hostile_schemas import make_cost_cases
 
-# Each attempt sends a grammar that the server has not seen. Only first attempts count: later attempts tell whether a
+# If a case has a grammar, each attempt sends a different one. Only first attempts count: later attempts tell whether a
 # first attempt was slow because of another program.
 NUM_ATTEMPTS = 3
-ALONE_S = 5.0
+ALONE_MEASUREMENT_S = 5.0
 NUM_SHOWN = 12
 
 
@@ -36,7 +35,7 @@ async def measure(url: str) -> int:
     assert await send_case(url, WARM_UP) is None
     answers_s = {case.name: [await measure_answer(url, case) for _ in range(NUM_ATTEMPTS)] for case in cases}
     async with run_streams(url) as streams:
-        alone_s = await streams.measure_gap_alone(ALONE_S)
+        alone_s = await streams.measure_gap_alone(ALONE_MEASUREMENT_S)
         gaps_s = {case.name: [await streams.measure_gap(case) for _ in range(NUM_ATTEMPTS)] for case in cases}
     print(f"{len(cases)} cases; longest gap within a stream alone: {1000 * alone_s:.0f} ms")
     num_over = show("seconds to the answer", answers_s, ANSWER_LIMIT_S)

@@ -10,9 +10,9 @@ from nanovllm_core.errors import RequestError
 from nanovllm_core.grammar_types import GrammarSpec
 
 MAX_TOP_LOGPROBS = 20  # likeliest tokens to report per token
-MAX_LOGIT_BIAS = 1024  # entries of `logit_bias`
+MAX_LOGIT_BIAS_ENTRIES = 1024  # entries of `logit_bias`
 MAX_STOP_TOKENS = 64  # entries of `stop_token_ids`
-MAX_ALLOWED_TOKENS = 4096  # entries of `allowed_token_ids`
+MAX_ALLOWED_TOKEN_IDS = 4096  # entries of `allowed_token_ids`
 MAX_REASONING_END_TOKENS = 64  # tokens of `ReasoningBudget.end`
 MAX_FORBIDDEN_SEQUENCES = 256
 MAX_FORBIDDEN_SEQUENCE_TOKENS = 16  # tokens of one forbidden sequence
@@ -91,16 +91,18 @@ class SamplingParams:
     def validate(self, vocab_size: int) -> None:
         """Raises RequestError if a value is invalid."""
         self._validate_numbers()
-        if len(self.logit_bias) > MAX_LOGIT_BIAS:
-            raise RequestError("logit_bias", f"logit_bias may have at most {MAX_LOGIT_BIAS} entries")
+        if len(self.logit_bias) > MAX_LOGIT_BIAS_ENTRIES:
+            raise RequestError("logit_bias", f"logit_bias may have at most {MAX_LOGIT_BIAS_ENTRIES} entries")
         for token, bias in self.logit_bias.items():
             _require_int("logit_bias", token, 0, vocab_size - 1)
             _require_float("logit_bias", bias, -100, 100)
         if len(self.stop_token_ids) > MAX_STOP_TOKENS:
             raise RequestError("stop_token_ids", f"stop_token_ids may have at most {MAX_STOP_TOKENS} entries")
         _require_token_ids("stop_token_ids", self.stop_token_ids, vocab_size)
-        if len(self.allowed_token_ids) > MAX_ALLOWED_TOKENS:
-            raise RequestError("allowed_token_ids", f"allowed_token_ids may have at most {MAX_ALLOWED_TOKENS} entries")
+        if len(self.allowed_token_ids) > MAX_ALLOWED_TOKEN_IDS:
+            raise RequestError(
+                "allowed_token_ids", f"allowed_token_ids may have at most {MAX_ALLOWED_TOKEN_IDS} entries"
+            )
         _require_token_ids("allowed_token_ids", self.allowed_token_ids, vocab_size)
         if (budget := self.reasoning_budget) is not None:
             _require_int("reasoning_budget", budget.num_tokens, 0, None)

@@ -1,4 +1,4 @@
-"""Functions compile once for any number of rows, and separately. Tracing is real, but no kernels are generated."""
+"""Each result of `compile_for_rows` compiles once for any number of rows. Tracing is real, but generates no code."""
 
 import importlib.util
 import os
@@ -59,7 +59,7 @@ def test_a_single_row_is_compiled_if_min_rows_is_one(counter):
     assert counter.frame_count == 2
 
 
-def test_each_function_is_compiled_separately(counter):
+def test_each_result_of_compile_for_rows_is_compiled_separately(counter):
     compiled = [(compile_for_rows(mixed, 9), torch.randn(width)) for width in (4, 8, 12)]
     for _ in range(2):
         for fast, weight in compiled:

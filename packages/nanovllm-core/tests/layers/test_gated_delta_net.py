@@ -1,4 +1,4 @@
-"""Gated DeltaNet and the projection of gated attention on several ranks: together they equal those of one rank."""
+"""Gated DeltaNet and the projection of gated attention: the results of all ranks together equal those of one rank."""
 
 import pytest
 import torch

@@ -239,7 +239,7 @@ class SimulatedFiles:
     def is_full(self) -> bool:
         return len(self.writes) >= 3
 
-    def is_written(self, kind: EntryKind, block_hash: BlockHash) -> bool:
+    def is_written_or_queued(self, kind: EntryKind, block_hash: BlockHash) -> bool:
         return (kind, block_hash) in self.contents or (kind, block_hash) in self.writes
 
     def start_write(self, kind: EntryKind, block_hash: BlockHash, slot: int) -> None:

@@ -1,4 +1,4 @@
-"""Loads a model directory, with the model family (a module such as `llama`) that implements its architecture."""
+"""Makes the ModelSpec of a model directory, using the family (such as `llama`) that implements its architecture."""
 
 import hashlib
 import os
@@ -21,7 +21,7 @@ from nanovllm_models.vocabulary import check_same_tokens
 LoadFormat = Literal["auto", "dummy"]
 
 
-class BuildSpec(Protocol):
+class SpecBuilder(Protocol):
     """A family's function that makes the ModelSpec of a directory."""
 
     def __call__(self, path: Path, fields: JsonFields, *, name: str, weights: WeightSource) -> ModelSpec:
@@ -30,7 +30,7 @@ class BuildSpec(Protocol):
 
 
 # Maps a name in the field `architectures` of config.json to the function of its family.
-FAMILIES: dict[str, BuildSpec] = {
+FAMILIES: dict[str, SpecBuilder] = {
     "LlamaForCausalLM": llama.build_spec,
     "Qwen2ForCausalLM": qwen2.build_spec,
     "Qwen3ForCausalLM": qwen3.build_spec,

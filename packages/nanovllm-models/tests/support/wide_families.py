@@ -145,8 +145,9 @@ REDUCED: dict[str, dict[str, object]] = {
         "rope_parameters": YARN_ROPE | {"factor": 4.0, "original_max_position_embeddings": 256},
     },
 }
-# Gains by the end of a weight's name; other gains are 1. A weight with n inputs has the standard deviation
-# gain / sqrt(n). A query then attends to about 1 token in 50. Each layer adds about half the size of the embedding.
+# Maps a suffix of weight names to the gain of these weights. Other weights have gain 1. A weight with n inputs has the
+# standard deviation gain / sqrt(n). A query then attends to about 1 token in 50. The output that a layer adds to the
+# residual stream has about half the norm of the embedding.
 GAINS: dict[str, dict[str, float]] = {
     "llama": {"q_proj.weight": 2.0, "o_proj.weight": 2.0},
     "qwen3_next": {"self_attn.o_proj.weight": 4.0},
@@ -158,7 +159,8 @@ GAINS: dict[str, dict[str, float]] = {
 OWN_SHARE = 0.4
 LOGIT_STD = 2.0
 NUM_SUCCESSORS = 2
-# Lead of a successor's logit over other logits, in standard deviations, for a hidden state that equals the embedding.
+# `_draw_head` gives each token likely next tokens, its successors. If the final hidden state were the embedding of a
+# token, the logits of its successors would exceed other logits by this number of standard deviations.
 SUCCESSOR_LEAD = 12.0
 
 

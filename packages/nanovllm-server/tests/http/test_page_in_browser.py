@@ -131,7 +131,7 @@ async def test_hostile_text_is_not_parsed_as_html(tab, engine):
     engine.reply = [*HOSTILE.encode()]
     await send_message(tab, HOSTILE)
     await wait_for_answers(tab)
-    # Markdown has character references; the user's text is not Markdown.
+    # The answer is Markdown, in which `&amp;` means `&`. The user's message is plain text.
     assert await read_texts(tab, ".text") == [HOSTILE, HOSTILE.replace("&amp;", "&")]
     assert await tab.evaluate("document.querySelectorAll('.turn img, .turn script, .turn b').length") == 0
     assert await tab.evaluate("document.title") == "nanovllm"

@@ -19,7 +19,7 @@ from nanovllm_core.request_state import BlockHash, RequestState
 from nanovllm_kernels.linear_attention import CHECKPOINT_INTERVAL
 
 # Limits of stores: bytes per batch (a single entry may have more), entries per batch, and batches in flight. Entries of
-# batches in flight can't be evicted. The limits allow 1 GiB in flight, as much as one step of a long prompt fills.
+# batches in flight can't be evicted. The limits allow 1 GiB in flight, about what a step of a long prompt writes.
 MAX_STORE_BYTES = 512 << 20
 MAX_STORE_ENTRIES = 256
 MAX_STORES_IN_FLIGHT = 2
@@ -67,9 +67,9 @@ class HostTier:
         # Entries of the host memory to write to files, by kind and hash, oldest first.
         self._write_queue: OrderedDict[tuple[EntryKind, BlockHash], None] = OrderedDict()
         self._new_loads: list[PrefixLoad] = []
-        # Pairs (kind, hash) of the entries that stores in flight copy.
+        # Pairs (kind, hash) of the entries in stores in flight.
         self._storing: set[tuple[EntryKind, BlockHash]] = set()
-        # Hashes of the entries that loads in flight copy, by group.
+        # Hashes of the entries in loads in flight, by group.
         self._loading: list[set[BlockHash]] = []
         self._in_flight: list[deque[_BatchInFlight]] = [deque() for _ in Direction]
         self._num_ended = [0] * len(Direction)
@@ -102,7 +102,7 @@ class HostTier:
         """Whether entries wait for copies to a host memory that is still being pinned."""
         return bool(self._store_queue) and self._memory.is_pinning
 
-    def is_storing(self, kind: EntryKind, block_hash: BlockHash) -> bool:
+    def is_storing_or_queued(self, kind: EntryKind, block_hash: BlockHash) -> bool:
         """Whether the host memory will probably get a copy of this entry soon."""
         return (kind, block_hash) in self._storing or (kind, block_hash) in self._store_queue
 
@@ -124,9 +124,9 @@ class HostTier:
                 self._write_queue.popitem(last=False)
 
     def find_prefix(self, group: int, hashes: Sequence[BlockHash], start: int, *, uses_files: bool = True) -> int:
-        """The number of leading blocks after which a request could start, if the missing entries were loaded.
+        """The number of leading blocks that a request need not compute, if entries that the cache lacks are loaded.
 
-        start: number of leading blocks after which the request can start without loads. The result is at least `start`.
+        start: number of leading blocks that the request need not compute without loads. The result is at least `start`.
         """
         end = start
         while end < len(hashes) and self._is_found(group, EntryKind.BLOCK, hashes[end], uses_files):
@@ -157,7 +157,7 @@ class HostTier:
         return self._predict_load(0) <= self.predict_compute(indices[0] * self._block_size, num_tokens)
 
     def has_loads(self, group: int) -> bool:
-        """Whether loads to the cache of `group` are in flight. The blocks of their requests will soon be released."""
+        """Whether loads to the cache of `group` are in flight. Afterwards, decodes may take the loaded blocks."""
         return bool(self._loading[group])
 
     def _predict_load(self, num_bytes: int) -> float:
@@ -296,7 +296,7 @@ class HostTier:
             num_bytes += self._entry_bytes[kind]
         return self._launch(Direction.STORE, transfers, []) if transfers else []
 
-    def complete(self) -> list[PrefixLoad]:
+    def collect_ended_loads(self) -> list[PrefixLoad]:
         """Process the batches that have ended. Returns the loads that have ended, for `finish_load`."""
         ended_loads: list[PrefixLoad] = []
         for direction in Direction:

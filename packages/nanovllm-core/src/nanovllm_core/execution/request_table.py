@@ -17,7 +17,7 @@ from nanovllm_core.request_state import MAX_CHECKPOINTS
 from nanovllm_core.sampling_params import (
     MAX_FORBIDDEN_SEQUENCE_TOKENS,
     MAX_FORBIDDEN_SEQUENCES,
-    MAX_LOGIT_BIAS,
+    MAX_LOGIT_BIAS_ENTRIES,
     MAX_STOP_TOKENS,
     SamplingParams,
 )
@@ -150,7 +150,7 @@ class RequestTable:
         self.top_k = zeros(num_rows)
         self.seeds = zeros(num_rows, dtype=torch.int64)
         self.token_counts = zeros(num_rows, vocab_size)
-        num_biases = MAX_LOGIT_BIAS + MAX_STOP_TOKENS + num_eos_tokens
+        num_biases = MAX_LOGIT_BIAS_ENTRIES + MAX_STOP_TOKENS + num_eos_tokens
         self.bias_ids = zeros(num_rows, num_biases)
         self.bias_values = zeros(num_rows, num_biases, dtype=torch.float32)
         self.bias_until = zeros(num_rows, num_biases)

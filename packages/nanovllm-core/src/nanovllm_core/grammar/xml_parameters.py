@@ -11,7 +11,7 @@ import msgspec
 
 from nanovllm_core.errors import GrammarError
 from nanovllm_core.grammar.schemas.characters import UNESCAPED_IN_JSON, intersect_ranges, invert_ranges
-from nanovllm_core.grammar.schemas.declared_types import declared_types, resolve_references
+from nanovllm_core.grammar.schemas.declared_types import declared_types, follow_references
 from nanovllm_core.grammar.schemas.json_values import JSON
 from nanovllm_core.grammar.schemas.pattern_writer import write_json_string_pattern, write_pattern
 from nanovllm_core.grammar.schemas.regex import NO_STRING, Node, parse, restrict_characters
@@ -83,7 +83,7 @@ def build_elements(parameters: XmlParameters, schema: dict[str, JSON], place: st
     branches = schema.get("anyOf")
     if not isinstance(branches, list):
         return builder.object_format(schema), builder.type_schema()
-    formats = [builder.object_format(resolve_references(branch, schema)) for branch in branches]
+    formats = [builder.object_format(follow_references(branch, schema)) for branch in branches]
     return either(formats), builder.type_schema()
 
 
@@ -152,7 +152,7 @@ class _ElementBuilder:
     def _text_formats(self, schema: JSON, place: str) -> list[TagFormat]:
         """Formats of the strings that `schema` allows. Omits other values: parsers would read them as strings."""
         tags = self._parameters.tags
-        match resolve_references(schema, self._root):
+        match follow_references(schema, self._root):
             case {"anyOf": list(branches)}:
                 return [text for branch in branches for text in self._text_formats(branch, place)]
             case {"enum": list(constants)}:

@@ -100,7 +100,7 @@ class Scheduler:
 
     def complete_copies(self) -> Sequence[PrefixLoad]:
         """Process copies that have ended. Returns the loads among them, whose requests can now be scheduled."""
-        loads = () if self.tier is None else self.tier.complete()
+        loads = () if self.tier is None else self.tier.collect_ended_loads()
         for load in loads:
             self._lifecycle.release_when_idle(load.request)
         return loads

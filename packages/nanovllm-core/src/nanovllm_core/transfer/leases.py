@@ -188,4 +188,4 @@ class LeaseTable:
         request = lease.request
         # A finished request has a row until its last blocks can be found.
         is_computing = request is not None and (request.status is not RequestStatus.FINISHED or request.row >= 0)
-        return is_computing or self._tier.is_storing(kind, block_hash)
+        return is_computing or self._tier.is_storing_or_queued(kind, block_hash)

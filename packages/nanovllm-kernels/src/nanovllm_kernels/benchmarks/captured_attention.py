@@ -28,16 +28,18 @@ SMALL_MODEL_HEADS = (16, 8)
 RequestLengths = tuple[int, int]
 
 
-def make_step_tables(requests: Sequence[RequestLengths], num_entries: int, page_size: int) -> tuple[torch.Tensor, ...]:
-    """Return (block tables, seq_lens, query_start_loc) with `num_entries` rows: the requests, then empty rows."""
+def make_step_tables(
+    requests: Sequence[RequestLengths], num_table_rows: int, page_size: int
+) -> tuple[torch.Tensor, ...]:
+    """Return (block tables, seq_lens, query_start_loc) with `num_table_rows` rows: the requests, then empty rows."""
     page_counts = [-(-seq_len // page_size) for _, seq_len in requests]
     page_numbers = torch.randperm(max(1, sum(page_counts)), device="cuda").int()
-    tables = torch.zeros((num_entries, MAX_SEQ_LEN // page_size), dtype=torch.int32, device="cuda")
+    tables = torch.zeros((num_table_rows, MAX_SEQ_LEN // page_size), dtype=torch.int32, device="cuda")
     for entry, num_pages in enumerate(page_counts):
         tables[entry, :num_pages] = page_numbers[sum(page_counts[:entry]) :][:num_pages]
-    seq_lens = torch.zeros(num_entries, dtype=torch.int32)
+    seq_lens = torch.zeros(num_table_rows, dtype=torch.int32)
     seq_lens[: len(requests)] = torch.tensor([seq_len for _, seq_len in requests], dtype=torch.int32)
-    query_lens = torch.zeros(num_entries + 1, dtype=torch.int32)
+    query_lens = torch.zeros(num_table_rows + 1, dtype=torch.int32)
     query_lens[1 : len(requests) + 1] = torch.tensor([query_len for query_len, _ in requests], dtype=torch.int32)
     return tables, seq_lens.cuda(), query_lens.cumsum(0, dtype=torch.int32).cuda()
 
@@ -51,7 +53,7 @@ def captured_attention_case(
     name: str,
     requests: Sequence[RequestLengths],
     *,
-    num_entries: int,
+    num_table_rows: int,
     num_tokens: int,
     max_query_len: int | None = None,  # Bound on queries per request. None: `num_tokens`.
     heads: tuple[int, int] = (NUM_HEADS, NUM_KV_HEADS),
@@ -61,7 +63,7 @@ def captured_attention_case(
 ) -> BenchmarkCase:
     """Make a case of attention for `requests`, in a step of `num_tokens` tokens.
 
-    num_entries: number of rows of the block tables, including unused rows.
+    num_table_rows: number of rows of the block tables, including unused rows.
     heads: numbers of query heads and of key-value heads.
     counts_bytes: whether the cost is bytes instead of operations.
     has_only_whole_prompts: whether requests with several queries have no tokens from earlier steps.
@@ -72,7 +74,7 @@ def captured_attention_case(
 
     def make_call() -> Callable[[], object]:
         kv_cache = random(num_pages, PAGE_SIZE, 2 * num_kv_heads, HEAD_DIM)
-        tables = make_step_tables(requests, num_entries, PAGE_SIZE)
+        tables = make_step_tables(requests, num_table_rows, PAGE_SIZE)
         qkv, scale = random(num_tokens, num_heads + 2 * num_kv_heads, HEAD_DIM), HEAD_DIM**-0.5
         q, step_keys_values = qkv.split_with_sizes((num_heads, 2 * num_kv_heads), 1)
         if backend is None:
@@ -127,17 +129,17 @@ def captured_latent_chunk_case(length: int, context: int, num_heads: int) -> Ben
     return BenchmarkCase(name, make_call, cost, "TFLOP/s", context * cache_dim * 2)
 
 
-def work_list_planning_case(requests: Sequence[RequestLengths], num_entries: int, num_tokens: int) -> BenchmarkCase:
+def work_list_planning_case(requests: Sequence[RequestLengths], num_table_rows: int, num_tokens: int) -> BenchmarkCase:
     """Make a case of the kernel that cuts attention work into equal parts (`WorkList`).
 
-    The cost is the number of bytes of the input: two int32 numbers for each of `num_entries` requests.
+    The cost is the number of bytes of the input: two int32 numbers for each of `num_table_rows` requests.
     """
     from nanovllm_kernels.attention.plan import tile_configs
 
     config = tile_configs.gqa_tile_config(HEAD_DIM, 2, NUM_HEADS // NUM_KV_HEADS, many_queries=True)
 
     def make_call() -> Callable[[], object]:
-        _, *lengths = make_step_tables(requests, num_entries, PAGE_SIZE)
+        _, *lengths = make_step_tables(requests, num_table_rows, PAGE_SIZE)
         return lambda: make_work_list(
             *lengths,
             range(2, num_tokens + 1),
@@ -149,7 +151,7 @@ def work_list_planning_case(requests: Sequence[RequestLengths], num_entries: int
         )
 
     return BenchmarkCase(
-        f"captured plan of work {num_tokens} tokens", make_call, num_entries * 8, "GB/s", COLD_BYTES // 4
+        f"captured plan of work {num_tokens} tokens", make_call, num_table_rows * 8, "GB/s", COLD_BYTES // 4
     )
 
 
@@ -165,19 +167,19 @@ def captured_cases() -> Iterator[BenchmarkCase]:
                 # With 16 queries, the loads of keys limit the speed: report bytes per second too.
                 for counts_bytes in (False, True) if length == 16 else (False,):
                     yield captured_attention_case(
-                        name, requests, num_entries=256, num_tokens=512, backend=backend, counts_bytes=counts_bytes
+                        name, requests, num_table_rows=256, num_tokens=512, backend=backend, counts_bytes=counts_bytes
                     )
     for num_heads in (16, 128):
         yield captured_latent_chunk_case(100, 32_768, num_heads)
     requests = [(2047, 2047)] * 4
-    for num_entries in (32, 256):
+    for num_table_rows in (32, 256):
         for backend in backends:
-            name = f"prompts 4 x 2047 in {num_entries} entries"
+            name = f"prompts 4 x 2047 in {num_table_rows} entries"
             for has_only_whole_prompts in (False, True) if backend == "fastest" else (False,):
                 yield captured_attention_case(
                     name,
                     requests,
-                    num_entries=num_entries,
+                    num_table_rows=num_table_rows,
                     num_tokens=8192,
                     heads=SMALL_MODEL_HEADS,
                     backend=backend,
@@ -186,13 +188,13 @@ def captured_cases() -> Iterator[BenchmarkCase]:
     yield captured_attention_case(
         "drafts of 3 in 64 x 2048",
         [(4, 2048)] * 64,
-        num_entries=64,
+        num_table_rows=64,
         num_tokens=256,
         max_query_len=4,
         backend="triton",
         counts_bytes=True,
     )
     for backend in backends:
-        yield captured_attention_case("step without work", [], num_entries=256, num_tokens=512, backend=backend)
+        yield captured_attention_case("step without work", [], num_table_rows=256, num_tokens=512, backend=backend)
     yield work_list_planning_case([(100, 32_768)], 256, 512)
     yield work_list_planning_case(requests, 256, 8192)

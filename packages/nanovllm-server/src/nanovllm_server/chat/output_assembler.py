@@ -25,7 +25,7 @@ class ChoiceOptions:
     include_stop: the text includes the stop string or stop token.
     tag_ids: ids of special tokens that the parser must see as text.
     allows_parallel_calls: if False, the choice ends after its first call.
-    names_tokens_by_id: in log-probabilities, a token is written "token_id:ID" instead of as text.
+    writes_token_ids: in log-probabilities, a token is written "token_id:ID" instead of as text.
     is_call_required: the answer must consist of calls. Content is dropped, because it can only be markup of calls.
     is_function_named: `tool_choice` names a function; finish_reason is then "stop", not "tool_calls" (as OpenAI does).
     """
@@ -36,7 +36,7 @@ class ChoiceOptions:
     include_reasoning: bool = True
     allows_parallel_calls: bool = True
     include_token_ids: bool = False
-    names_tokens_by_id: bool = False
+    writes_token_ids: bool = False
     is_call_required: bool = False
     is_function_named: bool = False
 
@@ -86,7 +86,7 @@ class OutputAssembler:
                     token_id,
                     logprobs,
                     self._sampling.logprobs,
-                    names_by_id=self._options.names_tokens_by_id,
+                    names_by_id=self._options.writes_token_ids,
                 )
                 self._logprobs.append(token_logprob)
             if position < num_text_tokens and (text := self._detokenizer.push(token_id)):

@@ -241,7 +241,7 @@ class Service:
             include_reasoning=chat.reasoning.is_included,
             allows_parallel_calls=chat.tools is None or chat.tools.allows_parallel_calls,
             include_token_ids=chat.return_token_ids,
-            names_tokens_by_id=chat.names_tokens_by_id,
+            writes_token_ids=chat.writes_token_ids,
             is_call_required=chat.tools is not None and chat.tools.mode != "auto",
             is_function_named=chat.tools is not None and chat.tools.mode == "named",
         )

@@ -44,7 +44,7 @@ class AnswerConstraint:
     field_grammars: (path, grammar) of each request field that `spec` includes. If `spec` does not compile, the
         server may compile each of these grammars alone, to find the field at fault.
     unused_grammars: (path, grammar) of each request field that `spec` ignores. These grammars must compile too.
-    calls_only_at_start: whether an answer has calls only if its first text after the reasoning is a call.
+    calls_only_at_start: if an answer has calls, its first text after the reasoning is a call.
     """
 
     spec: GrammarSpec
@@ -90,7 +90,7 @@ def constrain(
             field_grammars, unused_grammars = answer_grammars, function_grammars
         else:
             field_grammars, unused_grammars = function_grammars + answer_grammars, ()
-    spec = _structural_tag_spec(sequence(*_reasoning_grammar(model_format, reasoning_state, call_form), content))
+    spec = _structural_tag_spec(sequence(*_reasoning_tags(model_format, reasoning_state, call_form), content))
     return _with_checked_size(AnswerConstraint(spec, field_grammars, unused_grammars, calls_only_at_start))
 
 
@@ -111,7 +111,7 @@ def _content_and_calls_format(
             return either([calls_grammar(form, functions, max_calls), _content_grammar(answer_rule)]), True
 
 
-def _reasoning_grammar(
+def _reasoning_tags(
     model_format: ModelFormat, reasoning_state: ReasoningState, call_form: ToolCallFormat | None
 ) -> Iterator[TagFormat]:
     form = model_format.chat_format.reasoning

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from nanovllm_core.sampling_params import (
-    MAX_ALLOWED_TOKENS,
-    MAX_LOGIT_BIAS,
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_LOGIT_BIAS_ENTRIES,
     MAX_STOP_TOKENS,
     MAX_TOP_LOGPROBS,
     SamplingParams,
@@ -67,12 +67,12 @@ class ChatRequest:
     n: number of choices.
     include_stop: the answer's text includes the stop string or stop token.
     truncate_prompt_tokens: number of tokens to keep at the prompt's end; -1: as many as the context holds; None: all.
-    names_tokens_by_id: in log-probabilities, a token is written "token_id:ID" instead of as text.
+    writes_token_ids: in log-probabilities, a token is written "token_id:ID" instead of as text.
     timeout_s: maximum time from the request's arrival to the end of the answer; None for no limit.
     has_continuous_usage: every chunk of a stream has the usage so far.
     max_tokens_field: name of the request's field that sets `sampling.max_tokens`, for errors.
     priority: requests with a lower number are served first.
-    transfer_params: how a router connects this server with another server; None without a router.
+    transfer_params: where to fetch the KV cache of the prompt, or that another server will; None without a router.
     unknown_fields: paths of fields that the server does not know.
     """
 
@@ -91,7 +91,7 @@ class ChatRequest:
     skip_special_tokens: bool
     truncate_prompt_tokens: int | None
     return_token_ids: bool
-    names_tokens_by_id: bool
+    writes_token_ids: bool
     timeout_s: float | None
     stream: bool
     include_usage: bool
@@ -135,7 +135,7 @@ def read_chat_request(body: FieldReader, limits: Limits, defaults: SamplingDefau
         skip_special_tokens=body.boolean("skip_special_tokens") is not False,
         truncate_prompt_tokens=_read_truncate_prompt_tokens(body, limits),
         return_token_ids=body.boolean("return_token_ids") or False,
-        names_tokens_by_id=body.boolean("return_tokens_as_token_ids") or False,
+        writes_token_ids=body.boolean("return_tokens_as_token_ids") or False,
         timeout_s=body.number("timeout", 0, MAX_TIMEOUT_S, above_low=True),
         stream=stream,
         include_usage=include_usage,
@@ -231,15 +231,15 @@ def _read_prompt_logprobs(body: FieldReader) -> int | None:
 def _read_logit_bias(body: FieldReader, vocab_size: int) -> dict[int, float]:
     documented_schema: dict[str, JSON] = {
         "type": "object",
-        "maxProperties": MAX_LOGIT_BIAS,
+        "maxProperties": MAX_LOGIT_BIAS_ENTRIES,
         "propertyNames": {"pattern": "^[0-9]{1,9}$"},
         "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
     }
     values = body.raw("logit_bias", documented_schema)
     if values is None:
         return {}
-    if not isinstance(values, dict) or len(values) > MAX_LOGIT_BIAS:
-        raise body.wrong("logit_bias", f"an object of at most {MAX_LOGIT_BIAS} token ids")
+    if not isinstance(values, dict) or len(values) > MAX_LOGIT_BIAS_ENTRIES:
+        raise body.wrong("logit_bias", f"an object of at most {MAX_LOGIT_BIAS_ENTRIES} token ids")
     biases: dict[int, float] = {}
     for key, bias in values.items():
         path = body.path("logit_bias")
@@ -294,9 +294,9 @@ def _read_truncate_prompt_tokens(body: FieldReader, limits: Limits) -> int | Non
 
 
 def _read_allowed_token_ids(body: FieldReader, vocab_size: int) -> tuple[int, ...]:
-    token_ids = _read_token_ids(body, "allowed_token_ids", MAX_ALLOWED_TOKENS, vocab_size)
+    token_ids = _read_token_ids(body, "allowed_token_ids", MAX_ALLOWED_TOKEN_IDS, vocab_size)
     if body.raw("allowed_token_ids") is not None and not token_ids:
-        raise body.wrong("allowed_token_ids", f"left out or an array of 1 to {MAX_ALLOWED_TOKENS} token ids")
+        raise body.wrong("allowed_token_ids", f"left out or an array of 1 to {MAX_ALLOWED_TOKEN_IDS} token ids")
     return token_ids
 
 

@@ -44,7 +44,7 @@ def declared_types(schema: JSON, root: JSON) -> set[str]:
     return types
 
 
-def resolve_references(schema: JSON, root: JSON) -> JSON:
+def follow_references(schema: JSON, root: JSON) -> JSON:
     """Follows references from `schema` to a schema without a reference.
 
     root: schema that contains the targets of references.

@@ -2,9 +2,9 @@
 
 Each tile (the queries of consecutive tokens) visits blocks of keys in order, with an online softmax (Milakov and
 Gimelshein 2018, https://arxiv.org/abs/1805.02867). A query's result does not depend on the other queries. A row of a
-tile is the query of one token and one head. The rows are cut into row tiles of up to TILE_ROWS rows. Kernels multiply a
-row tile by a group (GROUP_WIDTH keys, or GROUP_WIDTH elements of values). Names that end in `_ptr` are addresses as
-integers.
+tile is the query of one token and one head. The rows are cut into row tiles of up to TILE_ROWS rows. A group is
+GROUP_WIDTH keys, or GROUP_WIDTH columns of the values. Kernels multiply a row tile by a group. Names that end in `_ptr`
+are addresses as integers.
 """
 
 import numba
@@ -34,16 +34,16 @@ from nanovllm_kernels.numba_tiles import (
     convert_group,
     exp_and_sum,
     find_max,
-    # Makes an intrinsic that multiplies rows by columns. Arguments: addresses of rows and of columns, depth, address of
-    # the sums, 1 to add to the sums or 0 to overwrite the sums, and two numbers for prefetching (unused here).
+    # Makes an intrinsic that multiplies rows by columns. The arguments of the intrinsic: addresses of rows and columns,
+    # depth, address of the sums, whether to add to the sums, and two numbers for prefetching (unused here).
     make_multiplier,
     transpose_keys,
 )
 
 # Keys per block. A tile of queries and a float32 copy of a block fit in the processor's first-level cache.
 BLOCK_KEYS = 64
-# Maximum rows of a tile with several tokens. Each token has one row per query head of the tile's key-value head.
-MAX_TILE_ROWS = 96
+# Maximum rows of a tile with several tokens. Each token has one row per query head that shares the key-value head.
+MAX_QUERY_TILE_ROWS = 96
 
 _ZERO, _MASKED_SCORE = np.float32(0.0), np.float32(-3e38)  # _MASKED_SCORE: score of a key that a query does not see.
 
@@ -112,7 +112,7 @@ def _attend(
 ):
     """Cut queries into tiles, and run `_attend_items` on all threads. region_address: address of `_attend_items`."""
     query_starts = numba.carray(pointer(query_starts_ptr), (num_requests + 1,), np.int32)
-    tokens_per_tile = max(1, MAX_TILE_ROWS // (num_heads // num_kv_heads))
+    tokens_per_tile = max(1, MAX_QUERY_TILE_ROWS // (num_heads // num_kv_heads))
     # Rows of `tiles` are (request, first token). A request's last tile comes first, because it sees the most keys.
     tiles = np.empty((num_tokens // tokens_per_tile + num_requests, 2), np.int64)
     num_tiles = 0
@@ -254,7 +254,8 @@ def _copy_keys_and_values(
     """Copy a block of keys and values, and convert both to float32. `table` holds the request's page numbers.
 
     keys_ptr: copied keys [BLOCK_KEYS / GROUP_WIDTH, key_dim, GROUP_WIDTH], undefined past `num_keys`.
-    values_ptr: copied values [value_dim / GROUP_WIDTH, BLOCK_KEYS, GROUP_WIDTH], 0 past `num_keys`.
+    values_ptr: copied values [value_dim / GROUP_WIDTH, BLOCK_KEYS, GROUP_WIDTH]. Values past `num_keys` are 0 up to a
+        multiple of UNROLL keys, and then undefined.
     """
     key_dim = -(-head_dim // UNROLL) * UNROLL
     num_value_groups = -(-head_dim // PANEL_WIDTH) * PANEL_WIDTH // GROUP_WIDTH
@@ -328,7 +329,7 @@ def _compute_weights(scores_ptr, num_visible, softmax_ptr, outputs_ptr, num_rows
     else:
         max_score = softmax_state[0]
     softmax_state[0] = max_score
-    # A masked score has a weight of about 1e-38, which does not change a sum of at least 1.
+    # A masked score has a weight of about 1e-38. The sum does not change, because the largest score has the weight 1.
     softmax_state[1] += exp_and_sum(scores_ptr, BLOCK_KEYS, max_score)
     if num_visible < BLOCK_KEYS:
         _fill(scores_ptr, num_visible, _ZERO)

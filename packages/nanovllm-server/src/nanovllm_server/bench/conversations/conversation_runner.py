@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 from nanovllm_server.bench.client import TimedAnswer
 from nanovllm_server.bench.conversations.conversation_sizes import THINK_TIMES, ConversationSizes
-from nanovllm_server.bench.server_cases.case_client import CaseClient, MeasuredServer
+from nanovllm_server.bench.server_cases.case_client import CaseClient, ServerUnderTest
 from nanovllm_server.bench.server_cases.case_command import CaseSettings
 from nanovllm_server.bench.server_cases.case_results import CaseResult, median_or_nan
 from nanovllm_server.bench.server_cases.prompt_texts import Message, single_message, with_next_turn
@@ -44,14 +44,14 @@ class Repetition:
 class ConversationRunner:
     """Measures the cases on one server."""
 
-    def __init__(self, server: MeasuredServer, settings: CaseSettings[ConversationSizes]):
+    def __init__(self, server: ServerUnderTest, settings: CaseSettings[ConversationSizes]):
         self._server = server
         self._settings = settings
         self._sizes = settings.sizes
 
     async def measure(self, case: str, client: CaseClient, result: CaseResult) -> None:
         """Warms the server up with one conversation, then measures a case."""
-        self._server.check_replicas(case)
+        self._server.require_one_replica(case)
         for prompt in self._turn_prompts(2, f"{case} warm-up"):
             await client.send(prompt, self._sizes.output_len)
         run_case = {"returns": self._run_returns, "burst": self._run_burst}[case]

@@ -9,7 +9,7 @@ from random import Random
 from nanovllm_server.bench.client import TimedAnswer
 from nanovllm_server.bench.interference.decode_streams import DecodeStreams
 from nanovllm_server.bench.interference.interference_sizes import InterferenceSizes
-from nanovllm_server.bench.server_cases.case_client import CaseClient, MeasuredServer
+from nanovllm_server.bench.server_cases.case_client import CaseClient, ServerUnderTest
 from nanovllm_server.bench.server_cases.case_command import CaseSettings
 from nanovllm_server.bench.server_cases.case_results import CaseResult, median_or_nan
 from nanovllm_server.bench.server_cases.prompt_texts import Message, conversation, single_message, with_next_turn
@@ -23,7 +23,7 @@ MIN_HIT_SHARE = 0.8
 class InterferenceRunner:
     """Measures the cases on one server."""
 
-    def __init__(self, server: MeasuredServer, settings: CaseSettings[InterferenceSizes]):
+    def __init__(self, server: ServerUnderTest, settings: CaseSettings[InterferenceSizes]):
         self._server = server
         self._settings = settings
         self._sizes = settings.sizes
@@ -138,7 +138,7 @@ class InterferenceRunner:
             result.summarize_gaps(f"rate_{rate:g}", gaps_s)
 
     async def _measure_turn(self, client: CaseClient, result: CaseResult) -> None:
-        self._server.check_replicas(result.case)
+        self._server.require_one_replica(result.case)
         sizes = self._sizes
         history_answers: list[TimedAnswer] = []
         turn_answers: list[TimedAnswer | None] = []
@@ -163,7 +163,7 @@ class InterferenceRunner:
         _add_cache_figures(result, turn_answers, num_misses)
 
     async def _measure_turns_beside_decodes(self, client: CaseClient, result: CaseResult) -> None:
-        self._server.check_replicas(result.case)
+        self._server.require_one_replica(result.case)
         sizes = self._sizes
         await self._warm_up_streams(client, sizes.turn_streams)
         histories: list[tuple[list[Message], int]] = []  # (messages, prompt tokens) of each conversation.

@@ -11,7 +11,7 @@ from nanovllm_server.bench.server_cases.prompt_texts import Message, PromptToken
 
 
 @dataclass(frozen=True, slots=True)
-class MeasuredServer:
+class ServerUnderTest:
     """A server to measure. label: the server's name in tables. prompt_token_costs: from `measure_token_costs`.
 
     endpoints: the server's replicas, usually one. Each request goes to the next replica.
@@ -22,7 +22,7 @@ class MeasuredServer:
     model: str
     prompt_token_costs: PromptTokenCosts
 
-    def check_replicas(self, case: str) -> None:
+    def require_one_replica(self, case: str) -> None:
         """Raises BenchError if the server has several replicas, which `case` can't measure."""
         if len(self.endpoints) > 1:
             raise BenchError(
@@ -70,7 +70,7 @@ class CaseClient:
 
 async def prepare_server(
     label: str, endpoints: Sequence[Endpoint], model: str | None, temperature: float, timeout_s: float
-) -> MeasuredServer:
+) -> ServerUnderTest:
     """Chooses the model, and measures a prompt's token costs. Raises BenchError if the server does not answer."""
     try:
         async with asyncio.timeout(timeout_s):
@@ -80,6 +80,6 @@ async def prepare_server(
                 body = chat_request(model_name, messages, 4, temperature)
                 return (await stream_chat(endpoints[0], body)).prompt_tokens
 
-            return MeasuredServer(label, endpoints, model_name, await measure_token_costs(count_tokens))
+            return ServerUnderTest(label, endpoints, model_name, await measure_token_costs(count_tokens))
     except (ExchangeError, TimeoutError, LookupError) as error:
         raise BenchError(f"{label}: the server doesn't answer: {error or type(error).__name__}") from error

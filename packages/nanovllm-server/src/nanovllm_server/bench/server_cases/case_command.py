@@ -8,7 +8,7 @@ import uvloop
 
 from nanovllm_server.bench.client import Endpoint
 from nanovllm_server.bench.report import BenchError, OutputFiles, print_message, report
-from nanovllm_server.bench.server_cases.case_client import CaseClient, MeasuredServer, prepare_server
+from nanovllm_server.bench.server_cases.case_client import CaseClient, ServerUnderTest, prepare_server
 from nanovllm_server.bench.server_cases.case_results import CaseResult, ServerResult, make_table
 from nanovllm_server.bench.server_cases.workload_sizes import WorkloadSizes
 
@@ -45,7 +45,7 @@ class CaseOptions(Generic[SizesT]):
     """
 
     benchmark: str
-    make_runner: Callable[[MeasuredServer, CaseSettings[SizesT]], CaseRunner]
+    make_runner: Callable[[ServerUnderTest, CaseSettings[SizesT]], CaseRunner]
     endpoints: Sequence[tuple[str, Sequence[Endpoint]]]
     model: str | None
     cases: Sequence[str]

@@ -13,7 +13,7 @@ from nanovllm_server.bench.server_cases.workload_sizes import WorkloadSizes
 from nanovllm_server.flag_types import seconds
 
 if TYPE_CHECKING:
-    from nanovllm_server.bench.server_cases.case_client import MeasuredServer
+    from nanovllm_server.bench.server_cases.case_client import ServerUnderTest
     from nanovllm_server.bench.server_cases.case_command import CaseOptions, CaseRunner, CaseSettings
 
 SizesT = TypeVar("SizesT", bound=WorkloadSizes)
@@ -73,7 +73,7 @@ def make_options(
     default_url: str,
     api_key: str | None,
     sizes_class: type[SizesT],
-    make_runner: "Callable[[MeasuredServer, CaseSettings[SizesT]], CaseRunner]",
+    make_runner: "Callable[[ServerUnderTest, CaseSettings[SizesT]], CaseRunner]",
 ) -> "CaseOptions[SizesT]":
     """Makes the options from the flags. Raises BenchError for an invalid base URL. api_key: sent to all servers."""
     from nanovllm_server.bench.client import parse_base_url

@@ -7,7 +7,7 @@ from statistics import median
 
 from nanovllm_server.bench.client import TimedAnswer
 from nanovllm_server.bench.report import percentile
-from nanovllm_server.bench.server_cases.case_client import MeasuredServer
+from nanovllm_server.bench.server_cases.case_client import ServerUnderTest
 
 
 @dataclass(slots=True)
@@ -44,7 +44,7 @@ class CaseResult:
 class ServerResult:
     """The results of all cases on one server."""
 
-    server: MeasuredServer
+    server: ServerUnderTest
     case_results: list[CaseResult]
 
 
