@@ -41,7 +41,7 @@ FLAGS = (
 
 
 @pytest.fixture(scope="module")
-def pair(run_server, tiny_model):
+def shared_server(run_server, tiny_model):
     with run_server(tiny_model, *FLAGS, "--max-num-seqs", "8", "--max-queue", "16", "--log-format", "json") as server:
         assert len(server.worker_pids()) == 2
         yield server
@@ -60,7 +60,7 @@ async def send_request(server, api_key="any", **fields):
         )
 
 
-async def read_stream(server, number, max_tokens):
+async def send_stream_request(server, number, max_tokens):
     """Return the text of a stream, which must end."""
     async with client(server) as sdk:
         stream = await sdk.chat.completions.create(
@@ -89,11 +89,11 @@ def metric_value(server, name):
     return float(re.search(rf"^nanovllm:{name}(?:{{[^}}]*}})? (\S+)$", get(server, "/metrics")[1], re.MULTILINE)[1])
 
 
-async def test_two_workers_give_the_same_answers_and_metrics(pair):
-    texts = await asyncio.gather(*(read_stream(pair, number, 20) for number in range(16)))
+async def test_two_workers_give_the_same_answers_and_metrics(shared_server):
+    texts = await asyncio.gather(*(send_stream_request(shared_server, number, 20) for number in range(16)))
     for number in (0, 7, 15):
         answer = await send_request(
-            pair, max_tokens=20, messages=[{"role": "user", "content": f"Tell me of {number}."}]
+            shared_server, max_tokens=20, messages=[{"role": "user", "content": f"Tell me of {number}."}]
         )
         assert answer.choices[0].message.content == texts[number]
     # Each scrape is a new connection; either worker reports the numbers of both.
@@ -105,18 +105,18 @@ async def test_two_workers_give_the_same_answers_and_metrics(pair):
     )
     async with asyncio.timeout(10):
         # A worker counts a request only after the client has read the whole answer.
-        while not all(line in get(pair, "/metrics")[1] for line in expected):
+        while not all(line in get(shared_server, "/metrics")[1] for line in expected):
             await asyncio.sleep(0.05)
     for _ in range(8):
-        text = get(pair, "/metrics")[1]
+        text = get(shared_server, "/metrics")[1]
         assert [line for line in expected if line not in text] == []
 
 
-async def test_cached_tokens_tell_nothing_about_prompts_of_another_key(pair):
+async def test_cached_tokens_tell_nothing_about_prompts_of_another_key(shared_server):
     messages = [{"role": "user", "content": "a secret " * 50}]
 
     async def num_cached_tokens(api_key, **extra_body):
-        answer = await send_request(pair, api_key, messages=messages, max_tokens=1, extra_body=extra_body)
+        answer = await send_request(shared_server, api_key, messages=messages, max_tokens=1, extra_body=extra_body)
         return answer.usage.prompt_tokens_details.cached_tokens
 
     num_cached_template_tokens = await num_cached_tokens("any")
@@ -127,30 +127,33 @@ async def test_cached_tokens_tell_nothing_about_prompts_of_another_key(pair):
     assert await num_cached_tokens("other") > 0
 
 
-async def test_workers_share_one_queue_limit(pair):
-    streams = [asyncio.create_task(read_stream(pair, number, 600)) for number in range(24)]
+async def test_workers_share_one_queue_limit(shared_server):
+    streams = [asyncio.create_task(send_stream_request(shared_server, number, 600)) for number in range(24)]
     async with asyncio.timeout(20):
-        while metric_value(pair, "num_requests_running") + metric_value(pair, "num_requests_waiting") < 24:
+        while (
+            metric_value(shared_server, "num_requests_running") + metric_value(shared_server, "num_requests_waiting")
+            < 24
+        ):
             await asyncio.sleep(0.01)
     for _ in range(6):
         with pytest.raises(openai.RateLimitError, match="24 sequences of at most 24"):
-            await send_request(pair)
+            await send_request(shared_server)
     for stream in streams:
         stream.cancel()
     await asyncio.wait(streams)
     async with asyncio.timeout(20):
-        while metric_value(pair, "num_requests_running") + metric_value(pair, "num_requests_waiting"):
+        while metric_value(shared_server, "num_requests_running") + metric_value(shared_server, "num_requests_waiting"):
             await asyncio.sleep(0.05)
     for _ in range(6):
-        assert (await send_request(pair, max_tokens=1)).usage.completion_tokens == 1
+        assert (await send_request(shared_server, max_tokens=1)).usage.completion_tokens == 1
 
 
-async def test_a_dead_worker_is_replaced(pair):
-    streams = [asyncio.create_task(read_stream(pair, number, 500)) for number in range(8)]
+async def test_a_dead_worker_is_replaced(shared_server):
+    streams = [asyncio.create_task(send_stream_request(shared_server, number, 500)) for number in range(8)]
     async with asyncio.timeout(20):
-        while metric_value(pair, "num_requests_running") < 8:
+        while metric_value(shared_server, "num_requests_running") < 8:
             await asyncio.sleep(0.01)
-    victim, other = pair.worker_pids()
+    victim, other = shared_server.worker_pids()
     os.kill(victim, signal.SIGKILL)
     ended = await asyncio.gather(*streams, return_exceptions=True)
     lost = [error for error in ended if isinstance(error, Exception)]
@@ -158,16 +161,18 @@ async def test_a_dead_worker_is_replaced(pair):
     assert len(lost) < 8
     assert all(isinstance(error, openai.APIError | OSError) or "peer closed" in str(error) for error in lost)
     async with asyncio.timeout(30):
-        while not (len(pids := pair.worker_pids()) == 2 and metric_value(pair, "num_requests_running") == 0):
+        while not (
+            len(pids := shared_server.worker_pids()) == 2 and metric_value(shared_server, "num_requests_running") == 0
+        ):
             await asyncio.sleep(0.05)
     assert other in pids
     assert victim not in pids
     # Either worker may get a connection. A connection to the dead worker waits for its replacement.
     for _ in range(8):
-        assert (await send_request(pair, max_tokens=2)).usage.completion_tokens == 2
-    assert metric_value(pair, "kv_cache_usage_perc") == 0
+        assert (await send_request(shared_server, max_tokens=2)).usage.completion_tokens == 2
+    assert metric_value(shared_server, "kv_cache_usage_perc") == 0
     assert all(has_rings(pid) for pid in pids)
-    lines = [json.loads(line) for line in pair.errors if line.startswith("{")]
+    lines = [json.loads(line) for line in shared_server.errors if line.startswith("{")]
     assert [line["exit_code"] for line in lines if line["event"] == "HTTP worker died"] == [-9]
 
 
@@ -189,7 +194,7 @@ async def test_a_worker_that_does_not_respond_is_replaced_unless_replacements_di
         for _ in range(8):
             assert (await send_request(server, max_tokens=1)).usage.completion_tokens == 1
         assert error_events(server) == [WORKER_HANGS, WORKER_DIED]
-        # The server ends if a replacement dies while it starts. A replacement that was ready is replaced again.
+        # The server ends only if a replacement dies before it is ready. So kill workers until one dies while it starts.
         engine_pid = server.engine_pid()
         async with asyncio.timeout(120):
             while server.process.poll() is None:
@@ -199,13 +204,13 @@ async def test_a_worker_that_does_not_respond_is_replaced_unless_replacements_di
     assert WORKER_IS_NOT_REPLACED in error_events(server)
 
 
-async def test_workers_that_share_encodings_give_the_same_answer(pair):
-    assert all(has_rings(pid) for pid in pair.worker_pids())
-    assert not has_rings(pair.engine_pid())
+async def test_workers_that_share_encodings_give_the_same_answer(shared_server):
+    assert all(has_rings(pid) for pid in shared_server.worker_pids())
+    assert not has_rings(shared_server.engine_pid())
     turns = [{"role": "user", "content": f"Turn {index}: " + "tell me more " * 30} for index in range(4)]
-    answers = [await send_request(pair, max_tokens=8, messages=turns) for _ in range(8)]
+    answers = [await send_request(shared_server, max_tokens=8, messages=turns) for _ in range(8)]
     assert len({(answer.usage.prompt_tokens, answer.choices[0].message.content) for answer in answers}) == 1
-    assert not any("malformed encodings" in line for line in pair.errors)
+    assert not any("malformed encodings" in line for line in shared_server.errors)
 
 
 def test_one_worker_has_no_memory_for_encodings(tiny_server):
@@ -215,12 +220,12 @@ def test_one_worker_has_no_memory_for_encodings(tiny_server):
 async def test_both_workers_drain_on_sigterm(run_server, tiny_model):
     # The long timeout lets accepted requests end even on a busy machine.
     with run_server(tiny_model, *FLAGS, "--max-num-seqs", "8", "--drain-timeout", "300") as server:
-        streams = [asyncio.create_task(read_stream(server, number, 500)) for number in range(8)]
+        streams = [asyncio.create_task(send_stream_request(server, number, 500)) for number in range(8)]
         async with asyncio.timeout(60):
             while metric_value(server, "num_requests_running") < 8:
                 await asyncio.sleep(0.01)
         # These requests wait in the queue; they are accepted too.
-        streams += [asyncio.create_task(read_stream(server, number, 100)) for number in range(8, 12)]
+        streams += [asyncio.create_task(send_stream_request(server, number, 100)) for number in range(8, 12)]
         async with asyncio.timeout(60):
             while metric_value(server, "num_requests_waiting") < 4:
                 await asyncio.sleep(0.01)
@@ -241,9 +246,9 @@ async def test_both_workers_drain_on_sigterm(run_server, tiny_model):
     assert not any("Traceback" in line for line in server.errors)
 
 
-def test_a_second_server_is_refused_at_once(pair, tiny_model):
+def test_a_second_server_is_refused_at_once(shared_server, tiny_model):
     """SO_REUSEPORT alone would let the second server bind the port."""
-    port = pair.url.rpartition(":")[2]
+    port = shared_server.url.rpartition(":")[2]
     done = subprocess.run(
         [sys.executable, "-m", "nanovllm_server", str(tiny_model), "--port", port, "--http-workers", "2"],
         capture_output=True,
@@ -295,7 +300,7 @@ def kill_workers(server, engine_pid):
     # Once the server has ended, its children can't be listed.
     with suppress(FileNotFoundError, ProcessLookupError):
         for pid in server.worker_pids():
-            # Until a new child runs its program, it has its parent's memory. worker_pids may take it for the engine.
+            # worker_pids may take a child that does not run its program yet for the engine, and then list the engine.
             if pid != engine_pid:
                 os.kill(pid, signal.SIGKILL)
 

@@ -472,7 +472,7 @@ def test_block_fp8_uses_fp8_tensor_cores(num_rows, num_columns, gated):
         "K": groups * 128,
         "GROUPS": groups,
         "GROUP": 128,
-        "BLOCK_ROWS": 128,
+        "ROWS_PER_SCALE": 128,
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "NUM_SPLITS": config.num_splits,

@@ -12,7 +12,8 @@ import torch
 from tiny_checkpoints import write_checkpoint
 from tiny_models import AMPLE_CACHE, SCARCE_CACHE, TIERED_CACHE, TINY_MODELS, generate, make_model
 
-# Settings of engines with several ranks. RANK_SETTINGS pairs them with the settings of both engines, by name.
+# Settings that only the engine with several ranks has. Values of RANK_SETTINGS: (settings of both engines, settings of
+# the engine with several ranks).
 SPLIT_EXPERTS = {"expert_parallel": False}
 WHOLE_EXPERTS = {"expert_parallel": True}
 OWN_REQUESTS = {"dp_attention": True}

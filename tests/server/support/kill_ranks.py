@@ -22,7 +22,7 @@ from pathlib import Path
 NUM_STREAMS = 8
 MAX_ERROR_S = 5.0  # from the kill to the end of the last stream
 MAX_END_S = 15.0  # from the kill to the end of the last process
-# Parts of the server's log and of the error in each stream.
+# ENGINE_DIED is in the log of the server. RANK_ENDED is in the log, and in the error of each stream.
 ENGINE_DIED = "engine died"
 RANK_ENDED = "has ended (exit code"
 START_TIMEOUT_S = 600.0
@@ -70,7 +70,7 @@ def find_ranks(server_pid: int, num_ranks: int) -> list[int]:
     return [engine, *sorted(others)]
 
 
-def find_files(directory: str) -> list[str]:
+def find_leftovers(directory: str) -> list[str]:
     """Names of the files that a server has left in its directory for temporary files, and of its shared memory."""
     return [str(path) for path in (*Path(directory).iterdir(), *Path("/dev/shm").glob("nanovllm*"))]
 
@@ -112,7 +112,7 @@ async def kill_once(command: list[str], rank: int, num_ranks: int) -> str:
     """Start a server, and kill `rank` while it streams. Returns the measured times as text."""
     with tempfile.TemporaryDirectory() as directory:
         report = await _kill_once(command, rank, num_ranks, directory)
-        assert not (files := find_files(directory)), f"left: {files}"
+        assert not (files := find_leftovers(directory)), f"left: {files}"
     return report
 
 

@@ -131,6 +131,7 @@ def test_types_of_different_objects_are_known_where_they_agree():
     branches = [
         {"type": "object", "properties": {"kind": {"const": "a"}, "value": text, "list": {"type": "array"}}},
         {"type": "object", "properties": {"kind": {"const": "b"}, "value": number, "more": text}},
+        {"type": "object", "properties": {"kind": {"const": "c"}, "value": number}},
     ]
     form = {**json.loads(XML.source)["format"], "json_schema": {"anyOf": branches}}
     types = convert_grammar(tag(form)).parameter_types["#/format/json_schema"]["properties"]

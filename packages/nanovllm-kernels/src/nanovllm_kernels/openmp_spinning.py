@@ -92,9 +92,9 @@ class SpinControl:
             previous = current
             self.adapt(other_processes_s / window_s)
 
-    def adapt(self, num_busy_cores: float) -> None:
-        """Shorten or restore spinning. num_busy_cores: number of cores that other processes use."""
-        num_missing_cores = num_busy_cores - (len(os.sched_getaffinity(0)) - torch.get_num_threads())
+    def adapt(self, num_other_busy_cores: float) -> None:
+        """Shorten or restore spinning. num_other_busy_cores: number of cores that other processes use."""
+        num_missing_cores = num_other_busy_cores - (len(os.sched_getaffinity(0)) - torch.get_num_threads())
         if self._short_spins is None and num_missing_cores > MIN_MISSING_CORES_TO_SHORTEN:
             self._short_spins = ShortSpins()
         elif self._short_spins is not None and num_missing_cores < MAX_MISSING_CORES_TO_LENGTHEN:

@@ -33,15 +33,15 @@ def _fix_for_numpy_2_4() -> None:
 def _patch_language_once() -> None:
     """Replace the functions of Triton's modules once. The interpreter does so in each call of a device function."""
     patch = interpreter._patch_lang
-    is_patched: set[tuple[bool, bool]] = set()
+    patched_uses: set[tuple[bool, bool]] = set()
 
     def patch_once(kernel):
         values = kernel.__globals__.values()
         used = any(value is tl for value in values), any(value is tl.core for value in values)
-        if used not in is_patched:
-            # Do not restore these functions: the next call needs them again.
+        if used not in patched_uses:
+            # Drop the returned scope, which would restore the functions: the next call needs them again.
             patch(kernel)
-            is_patched.add(used)
+            patched_uses.add(used)
         return interpreter._LangPatchScope()
 
     interpreter._patch_lang = patch_once

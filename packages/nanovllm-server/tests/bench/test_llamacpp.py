@@ -32,7 +32,7 @@ def llama_model_quantize_default_params(): return Options()
 
 def llama_model_quantize(source, made, options):
     options = options._obj
-    record(made=options.ftype, nthread=options.nthread, allow_requantize=options.allow_requantize)
+    record(file_type=options.ftype, nthread=options.nthread, allow_requantize=options.allow_requantize)
     with open(made, "wb") as file:
         file.write(b"weights")
     return int(os.environ.get("STATUS", "0"))
@@ -148,7 +148,7 @@ def test_llama_cpp_ends_each_request_at_its_length(run_bench):
     workload = ("--num-requests", "5", "--input-len", "3..9", "--output-len", "2..9", "--max-num-seqs", "2")
     status, result, records = run_bench("throughput", *workload, "--temperature", "0.5")
     assert status == 0
-    # Batches of two, two and one: tokens of the warm-up (up to 4 each), and of the run.
+    # Each token has a row of logits: the tokens of the run, and up to 4 per request of the warm-up.
     logit_rows = sum(len(record["logit_rows"]) for record in records if "tokens" in record)
     (case,) = result["cases"]
     assert case["output_tokens"] < logit_rows <= case["output_tokens"] + 5 * 4
@@ -162,8 +162,8 @@ def test_llama_cpp_ends_each_request_at_its_length(run_bench):
 def test_weights_are_converted_once(run_bench, tmp_path):
     workload = ("--num-requests", "1", "--input-len", "5")
     runs = [run_bench("prefill", *workload, "--peer-weights", weights) for weights in ("Q8_0", "Q8_0", "BF16")]
-    conversions = [[record for record in records if "made" in record] for _, _, records in runs]
-    assert [[record["made"] for record in records] for records in conversions] == [[7], [], [32]]
+    conversions = [[record for record in records if "file_type" in record] for _, _, records in runs]
+    assert [[record["file_type"] for record in records] for records in conversions] == [[7], [], [32]]
     assert all(record["allow_requantize"] for records in conversions for record in records)
     assert all({"loaded": "weights"} in records for _, _, records in runs)
     file_names = sorted(file.name for file in (tmp_path / "cache" / "llamacpp").iterdir())

@@ -2,8 +2,8 @@
 
 Run: python packages/nanovllm-server/tests/support/measure_encodings.py [--runs 10]
 
-One process encodes a conversation of about 32,000 tokens in 80 messages. As a worker does, a second process renders and
-encodes the conversation with one more message. Its event loop records how late it wakes from sleeps of 0.2 ms.
+One worker encodes a conversation of about 32,000 tokens in 80 messages. A second worker renders and encodes the same
+conversation with one more message. Its event loop records how late it wakes from sleeps of 0.2 ms.
 """
 
 import argparse
@@ -56,7 +56,7 @@ def make_conversation(run: int) -> list[Message]:
     ]
 
 
-async def measure_latest_wake(stop: asyncio.Event) -> float:
+async def measure_max_wake_delay(stop: asyncio.Event) -> float:
     latest = 0.0
     while not stop.is_set():
         begin = time.perf_counter()
@@ -70,7 +70,7 @@ async def serve_orders(tokenizer: Tokenizer, orders: Connection) -> None:
     loop = asyncio.get_running_loop()
     while (messages := await loop.run_in_executor(None, orders.recv)) is not None:
         stop = asyncio.Event()
-        waking = asyncio.create_task(measure_latest_wake(stop))
+        waking = asyncio.create_task(measure_max_wake_delay(stop))
         await asyncio.sleep(0.02)
         begin = time.perf_counter()
         prompt = await renderer.render(messages)

@@ -34,7 +34,7 @@ from nanovllm_core.scheduling.draft_times import DraftLimits, DraftTimes, measur
 from nanovllm_core.scheduling.scheduler import Scheduler
 from nanovllm_core.scheduling.step_time import StepTimeModel, calibrate
 from nanovllm_core.start_phases import log_phase
-from nanovllm_core.transfer.secret import TransferSecret, read_transfer_secret
+from nanovllm_core.transfer.secret import TransferKeys, read_transfer_secret
 from nanovllm_core.transfer.transfers import Transfers
 from nanovllm_kernels.openmp_spinning import SpinControl, can_shorten_spins
 from nanovllm_kernels.platform import has_cute, has_flash_attention, has_fp8
@@ -174,7 +174,7 @@ def _make_transfers(
     runner: Runner,
     copier: EntryCopier | None,
     scheduler: Scheduler,
-    secret: TransferSecret | None,
+    secret: TransferKeys | None,
 ) -> Transfers | None:
     if secret is None or copier is None or scheduler.tier is None:
         return None

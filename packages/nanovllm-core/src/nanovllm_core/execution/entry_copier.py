@@ -196,7 +196,7 @@ def make_copier(
     return EntryCopier(cache, host_memory, parallel, device, publisher)
 
 
-def count_device_bytes(config: ResolvedConfig, layout: CacheLayout) -> int:
+def count_staging_bytes(config: ResolvedConfig, layout: CacheLayout) -> int:
     """Bytes of GPU memory that the copier of `config` takes."""
     if not config.kv_offload_gib or config.device == "cpu":
         return 0

@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from nanovllm_core.cache.memory import CacheLayout, CacheMemory, CacheSize, measure_free_bytes, plan_cache
 from nanovllm_core.config import ResolvedConfig
-from nanovllm_core.execution.entry_copier import count_device_bytes
+from nanovllm_core.execution.entry_copier import count_staging_bytes
 from nanovllm_core.execution.forward import BatchBounds, ForwardOutput, ForwardPass
 from nanovllm_core.execution.graphs import CapturedFunctions, CapturedStep, GraphShape, StepGraphs, graph_shapes
 from nanovllm_core.execution.host_copy import HostCopyRing
@@ -163,7 +163,7 @@ class Runner:
         """Bytes that the largest step and the graphs leave for the cache. Raises ConfigError if no memory is free."""
         free_bytes = measure_free_bytes(self._config, self.device, self._run_largest_step)
         self._table.step_buffer.clear()
-        free_bytes -= count_device_bytes(self._config, self.cache.layout)
+        free_bytes -= count_staging_bytes(self._config, self.cache.layout)
         return free_bytes - self.graphs.estimate_bytes(self._captured_functions)
 
     @torch.inference_mode()

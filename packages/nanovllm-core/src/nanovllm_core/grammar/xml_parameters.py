@@ -28,7 +28,7 @@ from nanovllm_core.grammar.structural_tag import (
 )
 
 # Maximum number of elements if the schema does not declare the properties.
-MAX_UNNAMED_ELEMENTS = 16
+MAX_UNDECLARED_ELEMENTS = 16
 # Maximum number of characters of a declared name.
 MAX_NAME_LENGTH = 256
 # Maximum number of characters of a property's name in an error.
@@ -45,7 +45,7 @@ class XmlParameters(msgspec.Struct, frozen=True, tag_field="type", tag="xml_para
     An element is `begin`, the property's name, `key_end`, the value, `end` and a line break.
     wraps_values_in_line_breaks: a line break precedes and follows the value.
     json_schema: schema of the object; None if properties may have any names, and any text as values.
-    place: JSON pointer to the schema, for errors; None if errors give the schema's position in the structural tag.
+    place: JSON pointer that errors name as the place of the schema; None: errors name the schema's place in the tag.
     """
 
     begin: str
@@ -70,7 +70,7 @@ class XmlParameters(msgspec.Struct, frozen=True, tag_field="type", tag="xml_para
 
 def build_any_elements(parameters: XmlParameters) -> TagFormat:
     """Elements with any names and any text as values."""
-    return repeated(parameters.element(regex(KEY_PATTERN), any_text(parameters.tags)), MAX_UNNAMED_ELEMENTS)
+    return repeated(parameters.element(regex(KEY_PATTERN), any_text(parameters.tags)), MAX_UNDECLARED_ELEMENTS)
 
 
 def build_elements(parameters: XmlParameters, schema: dict[str, JSON], place: str) -> tuple[TagFormat, dict[str, Any]]:
@@ -110,7 +110,7 @@ class _ElementBuilder:
             raise _unsupported_error(f"{self._place}/{min(unknown)}")
         properties = schema.get("properties")
         if not isinstance(properties, dict):
-            return self._unnamed_elements(schema)
+            return self._undeclared_elements(schema)
         required = schema.get("required")
         elements: list[TagFormat] = []
         for key, value in properties.items():
@@ -122,11 +122,13 @@ class _ElementBuilder:
             elements.append(element if isinstance(required, list) and key in required else optional(element))
             types = declared_types(value, self._root)
             known = self._types_by_name.get(key, types)
-            # If only some `anyOf` branches allow a string, the output does not show whether the value is a string.
-            self._types_by_name[key] = known | types if ("string" in known) == ("string" in types) else set()
+            # If only some objects (branches of `anyOf`) allow a string, the output does not show whether the value is a
+            # string: the types stay unknown, as an empty set.
+            agrees = bool(known) and bool(types) and ("string" in known) == ("string" in types)
+            self._types_by_name[key] = known | types if agrees else set()
         return sequence(*elements)
 
-    def _unnamed_elements(self, schema: dict[str, JSON]) -> TagFormat:
+    def _undeclared_elements(self, schema: dict[str, JSON]) -> TagFormat:
         """Elements with any names; the empty text if the schema allows no undeclared properties."""
         value = schema.get("additionalProperties", False)
         if value is False:
@@ -135,7 +137,7 @@ class _ElementBuilder:
         element = self._parameters.element(
             regex(KEY_PATTERN), self._value_format(value, f"{self._place}/additionalProperties")
         )
-        return repeated(element, MAX_UNNAMED_ELEMENTS)
+        return repeated(element, MAX_UNDECLARED_ELEMENTS)
 
     def _value_format(self, schema: JSON, place: str) -> TagFormat:
         types = declared_types(schema, self._root)
@@ -150,7 +152,7 @@ class _ElementBuilder:
         return json_value(value, self._parameters.tags)
 
     def _text_formats(self, schema: JSON, place: str) -> list[TagFormat]:
-        """Formats of the strings that `schema` allows. Omits other values: parsers would read them as strings."""
+        """Formats of the strings that `schema` allows, without other values, which parsers would read as strings."""
         tags = self._parameters.tags
         match follow_references(schema, self._root):
             case {"anyOf": list(branches)}:

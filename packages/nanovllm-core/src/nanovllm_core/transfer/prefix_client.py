@@ -35,7 +35,7 @@ from nanovllm_core.transfer.messages import (
     encode,
 )
 from nanovllm_core.transfer.nixl import CopyInProgressError, NixlAgent
-from nanovllm_core.transfer.secret import TransferSecret
+from nanovllm_core.transfer.secret import TransferKeys
 from nanovllm_core.transfer.sockets import endpoint_of, make_socket
 
 HEARTBEAT_S = 0.5  # between two Hello messages
@@ -70,7 +70,7 @@ class PeerConnection:
     def __init__(
         self,
         address: str,
-        secret: TransferSecret,
+        secret: TransferKeys,
         identity: dict[str, str],
         memory: HostMemory,
         agent: NixlAgent | None,

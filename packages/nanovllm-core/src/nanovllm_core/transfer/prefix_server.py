@@ -39,7 +39,7 @@ from nanovllm_core.transfer.messages import (
     find_difference,
 )
 from nanovllm_core.transfer.nixl import NixlAgent
-from nanovllm_core.transfer.secret import TransferSecret
+from nanovllm_core.transfer.secret import TransferKeys
 from nanovllm_core.transfer.sockets import endpoint_of, make_socket
 
 # A lease ends if its client sends no Hello with the fetch's key for this time.
@@ -78,7 +78,7 @@ class PrefixServer:
     def __init__(
         self,
         address: str,
-        secret: TransferSecret,
+        secret: TransferKeys,
         identity: dict[str, str],
         memory: HostMemory,
         agent: NixlAgent | None,

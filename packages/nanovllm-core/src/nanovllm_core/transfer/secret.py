@@ -21,7 +21,7 @@ class KeyPair(NamedTuple):
     secret: bytes
 
 
-class TransferSecret:
+class TransferKeys:
     """Keys that engines derive from their shared secret.
 
     server_keys, client_keys: keys of engines that serve blocks, and of engines that fetch blocks. An engine that lacks
@@ -35,7 +35,7 @@ class TransferSecret:
         self.hash_secret = _derive(secret, "prefix hashes")
 
 
-def read_transfer_secret(path: Path) -> TransferSecret:
+def read_transfer_secret(path: Path) -> TransferKeys:
     """Read and check the secret.
 
     Raises ConfigError if the file can't be read, is too short, or is accessible to other users.
@@ -51,7 +51,7 @@ def read_transfer_secret(path: Path) -> TransferSecret:
             f"transfer_secret_file is {path}, which has {len(secret)} bytes, but needs at least {MIN_SECRET_BYTES}: "
             f"run head -c {MIN_SECRET_BYTES} /dev/urandom > {path}"
         )
-    return TransferSecret(secret)
+    return TransferKeys(secret)
 
 
 def _derive(secret: bytes, purpose: str) -> bytes:

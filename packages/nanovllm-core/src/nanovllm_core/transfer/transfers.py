@@ -17,7 +17,7 @@ from nanovllm_core.transfer.leases import LeaseTable
 from nanovllm_core.transfer.nixl import NixlAgent, start_nixl
 from nanovllm_core.transfer.prefix_client import NUM_COPY_THREADS, PeerConnection
 from nanovllm_core.transfer.prefix_server import PrefixServer
-from nanovllm_core.transfer.secret import TransferSecret
+from nanovllm_core.transfer.secret import TransferKeys
 
 
 class TransferStats(NamedTuple):
@@ -44,7 +44,7 @@ class Transfers:
     def __init__(
         self,
         config: ResolvedConfig,
-        secret: TransferSecret,
+        secret: TransferKeys,
         identity: dict[str, str],
         memory: HostMemory,
         scheduler: Scheduler,

@@ -22,11 +22,11 @@ from nanovllm_kernels.benchmarks.drafts import draft_cases
 from nanovllm_kernels.benchmarks.gemm import MODEL_WIDTHS, block_fp8_cases, linear_cases
 from nanovllm_kernels.benchmarks.linear_attention import delta_net_cases
 from nanovllm_kernels.benchmarks.moe import mixture_cases
-from nanovllm_kernels.benchmarks.timing import BenchmarkCase, Figure, measure
+from nanovllm_kernels.benchmarks.timing import BenchmarkCase, KernelFigure, measure
 from nanovllm_kernels.benchmarks.traffic import copy_case, elementwise_cases, sampling_cases
 from nanovllm_kernels.platform import describe_device, has_cuda
 
-__all__ = ["Figure", "all_cases", "main", "measure", "select_cases"]
+__all__ = ["KernelFigure", "all_cases", "main", "measure", "select_cases"]
 
 
 def all_cases() -> Iterator[BenchmarkCase]:

@@ -12,7 +12,7 @@ COLD_BYTES, MAX_COPIES, NUM_REPLAYS = 256 << 20, 32, 20
 
 
 @dataclass(frozen=True)
-class Figure:
+class KernelFigure:
     """The result of a case. microseconds: time per call. rate: cost per time, in `unit`."""
 
     name: str
@@ -36,7 +36,7 @@ class BenchmarkCase:
     input_bytes: float
 
 
-def measure(case: BenchmarkCase) -> Figure:
+def measure(case: BenchmarkCase) -> KernelFigure:
     """Capture a graph of calls on different inputs, replay the graph, and return median time per call and rate."""
     # Free the memory of the previous case's inputs.
     torch.cuda.empty_cache()
@@ -64,4 +64,4 @@ def measure(case: BenchmarkCase) -> Figure:
         times.append(begin.elapsed_time(end) * 1000 / num_copies)
     microseconds = statistics.median(times)
     unit_cost = {"TB/s": 1e6, "GB/s": 1e3, "TFLOP/s": 1e6}[case.unit]  # 1 TB/s is 1e6 bytes per microsecond
-    return Figure(case.name, microseconds, case.cost / microseconds / unit_cost, case.unit)
+    return KernelFigure(case.name, microseconds, case.cost / microseconds / unit_cost, case.unit)

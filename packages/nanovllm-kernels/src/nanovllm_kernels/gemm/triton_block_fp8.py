@@ -98,7 +98,7 @@ def project(
         K=depth,
         GROUPS=triton.cdiv(depth, GROUP),
         GROUP=GROUP,
-        BLOCK_ROWS=weight.block_rows,  # weight rows (columns of the product) that share a scale
+        ROWS_PER_SCALE=weight.block_rows,  # weight rows (columns of the product) that share a scale
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         NUM_SPLITS=config.num_splits,
@@ -178,7 +178,7 @@ def _multiply(
     num_columns,
     ks,
     K: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
+    ROWS_PER_SCALE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     TILE_SHARES_SCALE: tl.constexpr,
     SWAP: tl.constexpr,
@@ -195,9 +195,11 @@ def _multiply(
     weight_mask = column_mask[:, None] & (ks < K)[None, :]
     weight = tl.load(weight_ptr + weight_rows * K + ks[None, :], mask=weight_mask, other=0.0)
     if TILE_SHARES_SCALE:
-        scales = tl.load(scales_ptr + ((first_weight_row + first_column) // BLOCK_ROWS).to(tl.int64) * scales_stride)
+        scales = tl.load(
+            scales_ptr + ((first_weight_row + first_column) // ROWS_PER_SCALE).to(tl.int64) * scales_stride
+        )
     else:
-        blocks = ((first_weight_row + columns) // BLOCK_ROWS).to(tl.int64)
+        blocks = ((first_weight_row + columns) // ROWS_PER_SCALE).to(tl.int64)
         scales = tl.load(scales_ptr + blocks * scales_stride, mask=column_mask, other=0.0)
         scales = scales[:, None] if SWAP else scales[None, :]
     if SWAP:
@@ -276,7 +278,7 @@ def _project(
     K: tl.constexpr,
     GROUPS: tl.constexpr,
     GROUP: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
+    ROWS_PER_SCALE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
@@ -330,7 +332,7 @@ def _project(
             num_columns,
             ks,
             K,
-            BLOCK_ROWS,
+            ROWS_PER_SCALE,
             BLOCK_N,
             TILE_SHARES_SCALE,
             SWAP,
@@ -346,7 +348,7 @@ def _project(
                 num_columns,
                 ks,
                 K,
-                BLOCK_ROWS,
+                ROWS_PER_SCALE,
                 BLOCK_N,
                 TILE_SHARES_SCALE,
                 SWAP,

@@ -19,7 +19,7 @@ def run(name_part: str, repeat: int, files: OutputFiles) -> None:
         raise BenchError("kernels needs an NVIDIA GPU")
     if not (cases := benchmarks.select_cases(name_part)):
         raise BenchError(f"no kernel has {name_part!r} in its name")
-    figures: list[benchmarks.Figure] = []  # A figure is one kernel's time and its rate in `unit`.
+    figures: list[benchmarks.KernelFigure] = []  # A figure is one kernel's time and its rate in `unit`.
     for case in tqdm(cases, desc="kernels", unit="kernel", disable=not sys.stderr.isatty()):
         runs = [benchmarks.measure(case) for _ in range(repeat)]
         microseconds, rate = median(run.microseconds for run in runs), median(run.rate for run in runs)

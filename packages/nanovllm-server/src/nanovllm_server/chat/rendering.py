@@ -63,8 +63,8 @@ class Renderer:
         """Renders and encodes a conversation. Raises ApiError (400) if the template refuses the conversation.
 
         max_tokens: maximum number of prompt tokens; None for no limit. If the text certainly has more tokens, this
-            method refuses the text without encoding it. If the returned prompt has more tokens, the tokenizer has not
-            cached the prompt, and the caller must refuse it.
+            method refuses the text without encoding it. The returned prompt may still have more tokens. It is then
+            not in the tokenizer's cache, and the caller must refuse it.
         """
         pool = self._choose_pool(sum(len(message.content or "") + 1 for message in messages))
         return await asyncio.get_running_loop().run_in_executor(

@@ -131,7 +131,10 @@ class RingReader:
 
 
 def _checksum(payload: bytes | bytearray, position: int) -> int:
-    """Sums the payload's 64-bit words and length, the message's position, and 1. A CRC would take ten times as long."""
+    """Sums the payload's 64-bit words, its length, its position, and 1, so that new memory (zeros) is no valid message.
+
+    A CRC would take ten times as long.
+    """
     num_words = len(payload) // 8
     word_sum = int(np.frombuffer(payload, np.uint64, num_words).sum())
     remainder = int.from_bytes(payload[8 * num_words :], "little")

@@ -110,8 +110,8 @@ FIELD_DESCRIPTIONS: dict[str, str] = {
     "min_tokens": "Stop strings, stop tokens and the end-of-sequence token have no effect before this many tokens.",
     "ignore_eos": "Continue after the end-of-sequence token.",
     "stop_token_ids": "Tokens that end the answer.",
-    "allowed_token_ids": "The answer consists only of these tokens; the end of a grammar is always allowed.",
-    "return_tokens_as_token_ids": "Log-probabilities name tokens `token_id:ID`, not by their text.",
+    "allowed_token_ids": "The answer has only these tokens. Where a grammar ends, the answer may also end.",
+    "return_tokens_as_token_ids": "In log-probabilities, tokens are `token_id:ID` instead of text.",
     "reasoning": "Other names for the fields reasoning_effort, max_reasoning_tokens and include_reasoning.",
     "max_reasoning_tokens": "Maximum number of reasoning tokens; the server ends longer reasoning.",
     "thinking_token_budget": "Another name of max_reasoning_tokens; -1: no limit.",
@@ -181,14 +181,12 @@ def openapi_document(
                 )
             },
             "/load": {
-                "get": _get_operation("load", "How many sequences the server has", "application/json", _ref("Load"))
+                "get": _describe_get("load", "How many sequences the server has", "application/json", _ref("Load"))
             },
-            "/version": {"get": _get_operation("version", "The server's version", "application/json", _ref("Version"))},
-            "/metrics": {"get": _get_operation("metrics", "Counters and latencies, for Prometheus", "text/plain")},
-            "/openapi.json": {
-                "get": _get_operation("openapi", "This document", "application/json", {"type": "object"})
-            },
-            "/": {"get": _get_operation("page", "A page to chat and to watch the engine", "text/html")},
+            "/version": {"get": _describe_get("version", "The server's version", "application/json", _ref("Version"))},
+            "/metrics": {"get": _describe_get("metrics", "Counters and latencies, for Prometheus", "text/plain")},
+            "/openapi.json": {"get": _describe_get("openapi", "This document", "application/json", {"type": "object"})},
+            "/": {"get": _describe_get("page", "A page to chat and to watch the engine", "text/html")},
         },
         "components": {
             "schemas": {"ChatCompletionRequest": request, **cast(dict[str, JSON], schemas)},
@@ -253,7 +251,7 @@ def _health_operation(name: str, summary: str, failure: str) -> dict[str, JSON]:
     }
 
 
-def _get_operation(name: str, summary: str, content_type: str, schema: Schema | None = None) -> dict[str, JSON]:
+def _describe_get(name: str, summary: str, content_type: str, schema: Schema | None = None) -> dict[str, JSON]:
     content: dict[str, JSON] = {content_type: {"schema": schema or {"type": "string"}}}
     return {
         "operationId": name,

@@ -156,7 +156,7 @@ def _plan_work_lists(
     query_len_ranges = split_query_lens(*queries_per_tile, min_query_len, batch.max_query_len)
     # The default filter excludes no request. Another filter excludes those that FlashAttention computes.
     request_filter, excluded_query_lens = WorkListFilter(), None
-    min_flash_queries = flash_prefill.MIN_CAPTURED_QUERY_LEN if num_decodes is None else 2
+    min_flash_queries = flash_prefill.MIN_QUERY_LEN_OF_CAPTURED_STEPS if num_decodes is None else 2
     uses_flash = (
         bool(query_len_ranges[1])
         and batch.max_query_len >= min_flash_queries
@@ -216,7 +216,7 @@ def min_tokens_of_whole_prompt_graphs(kv_cache: Tensor, backend: Backend) -> int
     """
     is_latent = kv_cache.shape[2] == 1  # MLA's cache has one latent vector per token.
     uses_flash = not is_latent and _supports_flash(kv_cache.shape[3], kv_cache.dtype, backend)
-    return flash_prefill.MIN_CAPTURED_QUERY_LEN if uses_flash else None
+    return flash_prefill.MIN_QUERY_LEN_OF_CAPTURED_STEPS if uses_flash else None
 
 
 def make_attention_estimator(num_heads: int, num_kv_heads: int, device: torch.device) -> AttentionEstimator:

@@ -2,9 +2,10 @@
 
 The cache has e4m3 elements, with one scale per token and head (see `fp8`). Products are in float16, which represents
 every e4m3 number. Queries are divided by a power of two, so that products do not overflow. Value scales are applied to
-weights instead of values: log2 of the scale is added to the base-2 score. A tile uses at most 8 rows, because the
-memory of one slice holds the float32 sums of only 8 rows. Within each block of 16 dimensions, the order of dimensions
-differs from `cute_tile`: lane l holds dimensions 4 (l % 4) to 4 (l % 4) + 3 of queries, keys and sums.
+weights instead of values: log2 of the scale is added to the base-2 score. A tile has at most 8 rows: warps exchange
+float32 sums in the memory of one slice, which holds the sums of only 8 rows. Within each block of 16 dimensions, the
+order of dimensions differs from `cute_tile`: lane l holds dimensions 4 (l % 4) to 4 (l % 4) + 3 of queries, keys and
+sums.
 """
 
 from typing import NamedTuple
@@ -24,14 +25,14 @@ from nanovllm_kernels.attention.gqa.cute_tile import (
 )
 
 
-class LaneScore(NamedTuple):
+class LaneScoreLocation(NamedTuple):
     """Locates one score of lane l: `index` in the lane's `scores`, for token 2 (l % 4) + `token_offset`."""
 
     index: int
     token_offset: int
 
 
-LANE_SCORES = (LaneScore(0, 0), LaneScore(1, 1), LaneScore(4, 8), LaneScore(5, 9))
+LANE_SCORES = (LaneScoreLocation(0, 0), LaneScoreLocation(1, 1), LaneScoreLocation(4, 8), LaneScoreLocation(5, 9))
 # Let weights reach 2^15. With a lower limit, small weights of a long context would be subnormal in float16.
 MAX_WEIGHT_LOG2 = 15.0
 # Mask of a float32's exponent bits, and twice a float32's exponent bias.
@@ -83,6 +84,8 @@ def attend(
 
     scales_address: address of the slice's key scales in shared memory. Value scales follow the key scales.
     row_max: maximum score minus MAX_WEIGHT_LOG2.
+    num_valid: number of cached tokens from the slice's first token on; may exceed SLICE_TOKENS.
+    scale_log2: factor of scores: softmax scale * log2(e), times the power of two that divided the queries.
     row_sum: sum of the weights, each divided by its value scale.
     """
     scores = cute.make_rmem_tensor(SLICE_TOKENS // 2, Float32)

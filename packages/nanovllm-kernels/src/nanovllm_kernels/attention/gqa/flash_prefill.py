@@ -19,7 +19,7 @@ ROW_HEAD_DIMS = ((192, 128),)
 MIN_QUERY_LEN_BOUND = 256
 # A captured step uses FlashAttention only if one request may have at least this many queries. Smaller captured steps
 # use the work-list kernels, because FlashAttention would leave most of the device idle.
-MIN_CAPTURED_QUERY_LEN = 512
+MIN_QUERY_LEN_OF_CAPTURED_STEPS = 512
 # Page size, in tokens, and head sizes with which the bulk copy engine (TMA) copies pages. Smaller pages are slower.
 TMA_PAGE_SIZE = 128
 TMA_HEAD_DIMS = (64, 96, 128)

@@ -41,7 +41,7 @@ def attend_to_latents(
     q_latent: contiguous [H, T, L].
     q_rope: [T, H, R], the last dimension contiguous.
     out: contiguous [T, H, L].
-    many_queries: must be the argument of `tile_configs.latent_tile_config` with which the work list was planned.
+    many_queries: the value that was passed to `tile_configs.latent_tile_config` when the work list was planned.
     """
     num_heads, _, latent_dim = q_latent.shape
     element_bytes = tile_configs.tile_element_bytes(q_latent.element_size(), requests.kv_cache.element_size())

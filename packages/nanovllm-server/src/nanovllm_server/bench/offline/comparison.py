@@ -16,7 +16,7 @@ from nanovllm_core import EngineConfig, ModelSpec
 from nanovllm_server.bench import charts
 from nanovllm_server.bench.offline.cases import Case, OfflineBenchmark
 from nanovllm_server.bench.offline.engine_runs import WARM_UP_TOKENS, RunTiming, time_engine
-from nanovllm_server.bench.offline.peer_process import Peer, PeerHeads, PeerJob, PeerResult, run_peer
+from nanovllm_server.bench.offline.peer_process import Peer, PeerDraftHeads, PeerJob, PeerResult, run_peer
 from nanovllm_server.bench.report import BenchError, OutputFiles, report
 from nanovllm_server.protocol.json import JSON
 
@@ -118,7 +118,9 @@ def _make_peer_job(options: OfflineOptions, benchmark: OfflineBenchmark, device:
         state_dtype=config.state_dtype,
         tensor_parallel_size=config.tensor_parallel_size,
         expert_parallel=config.expert_parallel,
-        heads=PeerHeads(config.num_speculative_tokens, config.acceptance_length) if config.speculate else None,
+        draft_heads=PeerDraftHeads(config.num_speculative_tokens, config.acceptance_length)
+        if config.speculate
+        else None,
         temperature=options.temperature,
         repeat=options.repeat,
         needs_time_to_all_first_tokens=benchmark.needs_time_to_all_first_tokens,

@@ -35,7 +35,7 @@ KILL_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class GGUFWeights:
-    """A GGUF file for llama.cpp, which converts the weights of `source` to `file_type` and caches the result."""
+    """Weights for llama.cpp, which converts the GGUF file `source` to `file_type` and keeps it in `cache_directory`."""
 
     source: str
     file_type: str
@@ -59,11 +59,11 @@ class Peer:
 
 
 @dataclass(frozen=True, slots=True)
-class PeerHeads:
+class PeerDraftHeads:
     """How a peer uses the model's heads for multi-token prediction (MTP).
 
     num_drafts: drafts per step.
-    acceptance_length: mean tokens per step with drafts. The peer forces this mean, or verifies the drafts if None.
+    acceptance_length: mean number of tokens that the peer forces per step with drafts. None: the peer verifies drafts.
     """
 
     num_drafts: int
@@ -97,7 +97,7 @@ class PeerJob:
     state_dtype: str
     tensor_parallel_size: int
     expert_parallel: bool
-    heads: PeerHeads | None
+    draft_heads: PeerDraftHeads | None
     temperature: float
     repeat: int
     needs_time_to_all_first_tokens: bool

@@ -29,8 +29,8 @@ class VllmPeer:
         if job["load_format"] == "dummy":
             # vLLM's dummy weights are almost zero: a router's bias would select the same few experts for every token.
             os.environ.setdefault("VLLM_MOE_ROUTING_SIMULATION_STRATEGY", "uniform_random")
-        if job["heads"] is not None:
-            options["speculative_config"] = _make_speculative_config(**job["heads"])
+        if job["draft_heads"] is not None:
+            options["speculative_config"] = _make_speculative_config(**job["draft_heads"])
         self._llm: Any = vllm.LLM(
             model=job["model"],
             # The job has token ids, so vLLM needs no tokenizer: for dummy weights, config.json suffices.
