@@ -40,7 +40,7 @@ CLAIMS_VARIABLE = "NANOVLLM_TEST_CLAIMS"
 
 @pytest.fixture(autouse=True)
 def seeded_torch() -> None:
-    """Seed torch, so that a test has the same random numbers alone and after any other tests."""
+    """Seed torch, so that a test has the same random numbers whether it runs alone or after other tests."""
     import torch  # Not at the top, because OMP_NUM_THREADS must be set first.
 
     torch.manual_seed(0)

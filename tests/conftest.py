@@ -159,7 +159,7 @@ def reference_generate() -> GenerateTokens:
                 return_dict_in_generate=True,
                 output_logits=True,
             )
-            # Greedy tokens have the greatest log-probabilities.
+            # The log-probability of a greedy token is the greatest at its position.
             logprobs = torch.cat(output.logits).float().log_softmax(-1).amax(-1)
         return ReferenceAnswer(output.sequences[0, len(prompt) :].tolist(), logprobs.tolist())
 

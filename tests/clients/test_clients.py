@@ -102,12 +102,12 @@ def run_node(environment, processes):
 
 @pytest.fixture(scope="session")
 def sessions(environment):
-    """All sessions in parallel: a step for several requests takes little longer than a step for one."""
+    """Run all sessions in parallel, because a step for several requests takes little longer than a step for one."""
     processes = []
     with ThreadPoolExecutor(len(PACKAGE_BY_FOLDER) + 1) as pool:
         futures = {name: pool.submit(run_python, name, environment, processes) for name in PACKAGE_BY_FOLDER}
         yield futures | {"openai_node": pool.submit(run_node, environment, processes)}
-        # If the run ends early, no test waits for the sessions.
+        # If the run ends early, no test has waited for the sessions, and they may still run.
         for process in processes:
             process.terminate()
 

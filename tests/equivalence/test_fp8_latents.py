@@ -86,7 +86,7 @@ async def generate(path: Path, device: str, settings: dict, *, is_preempted: boo
     rng = random.Random(5)
 
     async def generate_after_delay(index: int, prompt: list[int]) -> list[int]:
-        # The arrival times are short, or a GPU would finish each request before the next one arrives.
+        # Delays are short, because otherwise a GPU would finish each request before the next one arrives.
         await asyncio.sleep(0 if is_preempted else rng.random() * 0.05)
         sampling = SamplingParams(temperature=0, max_tokens=OUTPUT_LEN, ignore_eos=True)
         outputs = engine.generate(Request(f"r{index}", prompt, sampling))

@@ -4,7 +4,7 @@ import pytest
 from tier_faults import ENGINE_FAULTS, FAULTS, run_campaign
 
 
-# Qwen3-Next reuses only whole chunks of 64 tokens, because it needs a checkpoint of its states.
+# Fewer tokens of Qwen3-Next are cached: it reuses only whole chunks of 64 tokens, which end with a state checkpoint.
 @pytest.mark.slow
 @pytest.mark.background
 @pytest.mark.parametrize(("name", "min_cached_share"), [("Llama, tied", 0.25), ("Qwen3-Next", 0.1)])

@@ -26,7 +26,7 @@ from nanovllm_core import EngineConfig
 MAX_NUM_SEQS, BLOCK_SIZE = 8, 16
 LAST_TOKEN = 5
 # The largest ratio of the engine's error to that of transformers, both in bf16, by quantile. ERROR_FLOOR, in nats, is
-# far below what bf16 costs: it matters only where transformers happens to be almost exact.
+# far below a usual error of bf16. It matters only where transformers happens to be almost exact.
 MAX_ERROR_RATIO_BY_QUANTILE = {0.5: 1.5, 0.9: 1.5, 0.99: 2.0}
 ERROR_FLOOR = 0.002
 # A quantile is compared if at least this number of a group's errors lie beyond it.
@@ -172,7 +172,7 @@ class Case:
 
     @cached_property
     def max_gap(self) -> float:
-        """Maximum change by bf16 of the difference between the logits of two likely tokens.
+        """Maximum by which bf16 changes the difference between the logits of two likely tokens.
 
         It is 1.5 times the 99.9th percentile of the changes in transformers: the factor covers rarer changes.
         """
@@ -192,7 +192,7 @@ CASES = {
 
 
 def case_marks(family: str, scale: Scale) -> list[pytest.MarkDecorator]:
-    """One family at reduced widths is enough for a quick run."""
+    """Return the marks of a case. A quick run has only one family, at reduced widths."""
     if scale is TRUE_SCALE:
         return [pytest.mark.gpu]
     return [] if family == "llama" else [pytest.mark.slow]

@@ -70,7 +70,7 @@ async def test_answers_consist_of_allowed_tokens(sdk, default_model):
     assert set(choice.token_ids) <= {*allowed}
     assert choice.finish_reason == "length"
     assert [entry.token for entry in choice.logprobs.content] == [f"token_id:{token}" for token in choice.token_ids]
-    # The end of a structured output is always allowed.
+    # A structured output may end, although `allowed_token_ids` lacks the end token.
     extra = {"allowed_token_ids": allowed, "structured_outputs": {"choice": [" Rome", " Paris"]}}
     (choice,) = (await create(sdk, max_tokens=8, extra_body=extra)).choices
     assert (choice.message.content, choice.finish_reason) == (" Paris", "stop")

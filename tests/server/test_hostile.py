@@ -63,9 +63,9 @@ def resident_bytes(pid: int) -> int:
 async def attempts_over_limit(
     measure: Callable[[], Awaitable[float]], limit_s: float, measure_base: Callable[[], Awaitable[float]] | None = None
 ) -> list[str]:
-    """Measure until an attempt is within the limit; returns the attempts if all are over the limit, else [].
+    """Measure until an attempt is within the limit. Returns all attempts if each is over the limit, else [].
 
-    measure_base: returns seconds that the limit adds if an attempt takes longer than `limit_s`. None for 0.
+    measure_base: measures seconds that are added to the limit if an attempt takes longer than `limit_s`. None: add 0.
 
     Other programs may take most of the CPU for a moment or all the time. Therefore an attempt counts without their
     share of the CPU, and the test repeats an attempt over the limit. On an idle machine, the limit is exact.
@@ -125,7 +125,7 @@ async def test_hostile_inputs_are_answered_within_a_second_and_delay_no_stream_b
             if min(answer_times_s) > ANSWER_LIMIT_S:
                 slow_cases.append(case)
     assert delaying == {}, json.dumps(delaying, indent=1)
-    # The streams and other programs may have delayed these answers.
+    # The streams or other programs may have delayed these answers, so measure again without streams.
     late: dict[str, list[str]] = {}
     for case in slow_cases:
         if attempts := await attempts_over_limit(partial(measure_answer, target.url, case), ANSWER_LIMIT_S):

@@ -164,7 +164,7 @@ def test_decode_server_fetches_prompts_from_the_prefill_server(cluster):
     num_before = len(read_requests(cluster.decode))
     fetched, served = (read_metric(*metric) for metric in metrics_of(cluster))
     post_chat(cluster.router_url, messages=conversation(3))
-    # The usage of the answer is the prefill server's, because the router replaces it.
+    # The router replaces the usage in the answer by that of the prefill server, so read the decode server's log.
     line = wait_for_requests(cluster.decode, num_before + 1)[-1]
     assert line["cached_tokens"] > 0.9 * line["prompt_tokens"]
     # The engine's metrics are up to 0.1 s old.

@@ -35,7 +35,7 @@ def test_no_generated_request_causes_a_5xx_or_an_undescribed_answer(tiny_server,
         timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    # The number of cases is that of all phases and endpoints together.
+    # The output has the number of cases of all phases and endpoints together.
     assert int(re.search(r"(\d+) generated", done.stdout)[1]) > 400, done.stdout
     assert tiny_server.process.poll() is None
     assert not any("Traceback" in line for line in tiny_server.errors), "".join(tiny_server.errors)

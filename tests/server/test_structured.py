@@ -107,7 +107,7 @@ async def test_required_call_that_is_cut_off_has_no_content(sdk, choice):
         assert await create_streamed(sdk, **fields) == whole
         return bool(calls)
 
-    # The first tokens are the begin of the call's markup. Longer answers contain arguments.
+    # The first tokens only begin the call's markup. Longer answers contain arguments.
     has_calls = await asyncio.gather(*map(check, (1, 2, 5, 8, 16, 32)))
     assert has_calls[0] < has_calls[-1]
 

@@ -121,7 +121,7 @@ async def test_cached_tokens_tell_nothing_about_prompts_of_another_key(shared_se
 
     num_cached_template_tokens = await num_cached_tokens("any")
     assert await num_cached_tokens("any") > num_cached_template_tokens
-    # A salt can't be chosen so that the other key's blocks are found.
+    # Neither an empty salt nor the digest of the other key finds the other key's blocks.
     digest = hashlib.sha256(b"any").hexdigest()
     assert [await num_cached_tokens("other", cache_salt=salt) for salt in ("", digest)] == [0, 0]
     assert await num_cached_tokens("other") > 0

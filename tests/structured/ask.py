@@ -1,8 +1,8 @@
 """`python tests/structured/ask.py`: asks a server for an answer of every schema of all corpora, and prints a table.
 
 Without `--url` it starts a server with the default model. It exits with 1 if an answer does not validate, is an error,
-or runs away. Corpora come from installed packages; `--save FILE` writes them, so that `--cases FILE` can read them on
-another machine.
+or would never end. Corpora come from installed packages; `--save FILE` writes them, so that `--cases FILE` can read
+them on another machine.
 """
 
 import argparse

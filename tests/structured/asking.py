@@ -23,8 +23,8 @@ WAYS: tuple[Way, ...] = ("answer", "required", "named")
 # refused: a 400 that names a keyword of the schema.
 # no object: a 400, because arguments must be an object and the schema allows none.
 # limit: a 400, because the conversation is too long or the grammar takes too long to compile.
-# cut: max_tokens ended the answer inside something that would have ended.
-# run away: max_tokens ended the answer inside something that would not have ended.
+# cut: max_tokens ended the answer inside a part of JSON that would have ended.
+# run away: max_tokens ended the answer inside a part of JSON that would not have ended.
 # invalid: the answer ended but does not meet the schema, or it calls an unknown function.
 # broken: any other answer.
 Verdict = Literal["valid", "refused", "no object", "limit", "cut", "run away", "invalid", "broken"]

@@ -35,12 +35,13 @@ DRAFT_FLAGS = {
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first token in which the answers without and with drafts differ. Pairs are in this order.
+    """The first token in which two answers differ. Pairs are in the order (without drafts, with drafts).
 
     seed: of the request; also the index of the question.
     tokens: None for an answer that has ended.
     margin: log-probability of the token without drafts minus that of the token with drafts, before grammar and
-        temperature. None if unknown: the question is asked again, and the answer may then have other tokens.
+        temperature. None if unknown: an answer has ended, a token is unlikely, or the question gave other
+        tokens when asked again.
     """
 
     name: str

@@ -18,7 +18,7 @@ _NUMBER = re.compile(r"[-+.0-9eE]+$")
 
 @dataclass(frozen=True, slots=True)
 class Tail:
-    """amid: what the end of the text is inside of. endless: whether that looks as if it would never end."""
+    """amid: the part of JSON in which the text was cut off. endless: whether this part looks as if it never ends."""
 
     amid: Literal["whitespace", "number", "string", "array or object"]
     endless: bool

@@ -18,7 +18,7 @@ SUITE = (
     "ref: root pointer ref",
     "not: not",
 )
-# Measured times decide the chunks of a prompt. In bf16, other chunks may change tokens.
+# float32: measured times decide how a prompt is split into chunks, and in bf16 another split may change tokens.
 FLAGS = ("--dtype", "float32", "--max-model-len", "2048", "--cpu-cache-gib", "0.25", "--max-num-seqs", "16")
 
 
@@ -56,7 +56,7 @@ def test_difference_has_its_place_and_margin(client, outcomes):
     seed = min(valid, key=lambda index: outcomes[index].tokens)
     outcome = outcomes[seed]
     likeliest = client.likeliest_tokens(outcome.question, seed)
-    # The grammar may choose an unlikely token.
+    # The grammar may force a token that is not among the likeliest, so find a place with a likely token.
     place = next(place for place, token in enumerate(outcome.token_ids) if token in likeliest[place])
     chosen, top = outcome.token_ids[place], likeliest[place]
     other = next(token for token in top if token != chosen)

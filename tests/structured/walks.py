@@ -97,7 +97,7 @@ class Walker:
         if rng.random() < 0.3:
             groups.append(self.odd)
         for group in groups:
-            # A few tries stand for all tokens of a long group.
+            # Try at most 20 tokens, because a group may be long.
             for token in rng.sample(group, min(len(group), 20)):
                 if self._allowed(token):
                     return token

@@ -17,7 +17,7 @@ def resident_bytes() -> int:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only glibc has these functions")
 def test_free_pages_between_used_blocks_are_returned_to_the_system():
-    # Blocks over 512 bytes are malloc's. The kept blocks prevent malloc from returning the end of its heap.
+    # Python allocates blocks over 512 bytes with malloc. While `kept` lives, malloc keeps the end of its heap.
     blocks = [b"x" * 1000 + bytes([index % 256]) for index in range(128 * 1024)]
     kept = blocks[::128]
     del blocks

@@ -1,4 +1,4 @@
-"""The log of the phases of a start."""
+"""Tests how the phases of a start are logged."""
 
 import re
 

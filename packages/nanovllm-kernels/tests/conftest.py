@@ -17,7 +17,7 @@ from nanovllm_kernels.linear_attention import CHECKPOINT_INTERVAL, DeltaWeights,
 from nanovllm_kernels.platform import has_triton
 
 KERNEL_TESTS = Path(__file__).parent / "kernels"
-# These files take about half of the time of all kernel tests, so the two interpreter processes end together.
+# One interpreter process runs these files, the other all other kernel tests. Each takes about half of the time.
 FIRST_HALF_FILES = tuple(KERNEL_TESTS / f"test_{name}.py" for name in ("attention", "gemm", "mla", "sampling"))
 INTERPRETER_TEST_FILE = Path(__file__).with_name("test_interpreter.py")
 INTERPRETER_PROCESSES = pytest.StashKey[dict[str, subprocess.Popen[str]]]()
@@ -354,7 +354,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(params=["as probed", "without bf16 units"])
 def bf16_units(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use the CPU as it is, and as if it had no bf16 instructions."""
+    """Run a test with the CPU's own instructions, and as if the CPU had no bf16 instructions."""
     if request.param == "without bf16 units":
         monkeypatch.setattr("nanovllm_kernels.platform.prefers_packed_bf16", lambda: False)
         monkeypatch.setattr("nanovllm_kernels.gemm.prefers_packed_bf16", lambda: False)

@@ -300,7 +300,7 @@ def compile_tile(kernel, types, constants, config):
 
 HEAD_DIMS = (64, 80, 128, 256)
 ATTENTION_CASES = [*itertools.product(HEAD_DIMS, (False, True), (BFLOAT,), (BFLOAT, FP8))]
-# Float32 kernels take longest to compile and are rarely used, so not all combinations occur, but all pairs of values.
+# Float32 kernels take longest to compile and are rarely used, so the cases cover only all pairs of values.
 ATTENTION_CASES += [
     (head_dim, (index % 2 == 0) == (cached == FLOAT), FLOAT, cached)
     for index, head_dim in enumerate(HEAD_DIMS)
@@ -594,7 +594,8 @@ def compile_cute(head_dim, group, queries, page_size, dtype, cached, tmp_path):
     shape = DecodeShape(
         getattr(cutlass, dtype), getattr(cutlass, cached), head_dim, group, queries > 1, queries, page_size, *ring
     )
-    # Rings, barriers, and the statistics and addresses of rows, each rounded up. The system reserves the first KiB.
+    # Shared memory holds rings, barriers, and the statistics and addresses of rows. Sizes are rounded up. The system
+    # reserves the first KiB.
     slot = shape.slot_bytes + shape.scale_bytes + 8
     assert shape.num_warps * (shape.num_stages * slot + 128 + 4) + 256 <= SHARED_MEMORY - 1024
     compiled = cute_decode.compile_decode(shape, f"--gpu-arch sm_90a --keep-ptx --keep-cubin --dump-dir {tmp_path}")
@@ -693,7 +694,7 @@ def test_experts_for_one_token_avoid_miscompiled_loads(num_ranks, name, columns,
     assert "ld.global.v4.b32" in ptx
     # Memory that the previous kernel reads or writes is not accessed before it has ended.
     assert not re.search(r"(ld|st|prefetch)\.global", ptx[: ptx.index("griddepcontrol.wait")])
-    # Exact divisions contain branches.
+    # The kernel has no exact division, which would contain branches.
     assert "div.rn.f32" not in ptx
     # No load is masked out at compile time, because the assembler miscompiles known zeros.
     assert not re.search(r"mov\.pred\s+%p\d+, 0;", ptx)
@@ -867,7 +868,7 @@ def test_two_shot_sum_compiles(size):
     compiled = compile_kernel(gluon_two_shot._all_reduce, PEERS, constants, constants["WARPS"], multiples=multiples)
     check_peer_accesses(compiled, "v4.b32")
     assert "STS" not in compiled.asm["sass"]
-    # With more ranks ptxas spills some addresses, although it may use more registers.
+    # With more than two ranks, ptxas spills some addresses, although it may use more registers.
     assert size > 2 or not re.search(r"\b(STL|LDL)\b", compiled.asm["sass"])
 
 

@@ -75,7 +75,7 @@ def test_proposed_drafts_match_a_loop(is_sampled, alphabet, min_match, more_matc
     ("known", "expected"),
     [
         ([1, 2, 3, 9, 1, 2, 3], [9, 1, 2, 3, 9]),
-        ([1, 2, 3, 8, 1, 2, 3, 9, 1, 2, 3], [9, 1, 2, 3, 9]),  # Of two matches of one length, the last counts.
+        ([1, 2, 3, 8, 1, 2, 3, 9, 1, 2, 3], [9, 1, 2, 3, 9]),  # The last of two equally long matches counts.
         ([0, 1, 2, 3, 8, 1, 2, 3, 9, 0, 1, 2, 3], [8, 1, 2, 3, 9]),  # The first match is longer.
         ([7, 7, 7, 7], [7, 7, 7, 7, 7]),  # The occurrences overlap.
         ([1, 2, 5, 1, 2], None),  # The match has only two tokens.

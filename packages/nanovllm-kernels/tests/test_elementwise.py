@@ -82,7 +82,7 @@ def test_rope_and_cache_matches_float64(num_tokens, heads, dims, dtype, float32_
 
     if norm is not None:
         q, k = normed(q, norm.q_weight, norm.eps), normed(k, norm.k_weight, norm.eps)
-    # The rotation's two terms may cancel, and the norm has rounded each of them.
+    # The norm rounds both terms of the rotation. If the terms cancel, only atol covers the rounding error.
     close = {"rtol": 2 * RELATIVE[dtype], "atol": 8 * RELATIVE[dtype] if with_norm else 1e-6}
     stays_float32 = computes_rows_in_float32(num_tokens) and float32_qkv and dtype == torch.bfloat16
     assert out.dtype == (torch.float32 if stays_float32 else dtype)

@@ -10,7 +10,7 @@ import pytest
 
 from nanovllm_kernels import openmp_spinning
 
-# Runs in a separate process, because the runtime reads its environment once. The CPU time used while the program
+# Runs in a separate process, because OpenMP reads its environment once. The CPU time used while the program
 # sleeps after a parallel region is the time that its threads spin.
 MEASURE = """
 import time, torch
@@ -88,7 +88,7 @@ def test_wait_policy_of_the_user_is_kept(name, value):
 
 @pytest.fixture
 def control(monkeypatch):
-    """Return a control that samples nothing itself, for two threads on two cores, and the list of its changes."""
+    """Return a control for two threads on two cores, which takes no samples itself, and the list of its changes."""
     changes = []
 
     class Recorded:
@@ -147,7 +147,7 @@ def test_use_of_the_cores_is_watched_without_any_step(control, monkeypatch):
 
 @needs_openmp
 def test_spins_become_short_soon_after_other_processes_begin():
-    """This also holds before the first step. Otherwise each barrier of the first request would be slow."""
+    """Spins become short even before the first step. Otherwise each barrier of the first request would be slow."""
     code = WATCH.replace("NEIGHBOURS", str(len(os.sched_getaffinity(0))))
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 

@@ -51,7 +51,7 @@ def kept_naively(logits, top_k, top_p, min_p):
         alive = logits >= logits.sort(descending=True).values[min(top_k, len(logits)) - 1]
     p = logits.double().masked_fill(~alive, -math.inf).softmax(-1)
     if top_p < 1:
-        # The margin covers rounding: no mass comes this close to top_p.
+        # The margin of 1e-9 covers rounding of sums that equal top_p. No other sum is this close to top_p.
         enough = [t for t in p.unique().tolist() if p[p >= t].sum() >= top_p - 1e-9]
         alive &= p >= max(enough)
     alive &= p >= min_p * p.max() * (1 - 1e-6)
@@ -270,8 +270,8 @@ def test_masked_tokens_are_never_drawn(settings):
 
 
 def test_tokens_that_complete_forbidden_sequences_are_forbidden():
-    logits = torch.randn(3, 10)
-    rows = torch.tensor([1, 0, 1], dtype=torch.int32)
+    logits = torch.randn(4, 10)
+    rows = torch.tensor([1, 0, 1, 0], dtype=torch.int32)
     tokens = torch.tensor([[1, 2, 3, 4, 0, 0], [5, 6, 7, 8, 9, 0]], dtype=torch.int32)
     num_prompt = torch.tensor([2, 1], dtype=torch.int32)
     sequences = torch.tensor(
@@ -279,10 +279,12 @@ def test_tokens_that_complete_forbidden_sequences_are_forbidden():
         dtype=torch.int32,
     )
     expected = logits.clone()
-    # Outputs, with prompts in brackets: [5,] 6, 7; [1, 2,] 3, 4 ("2, 3" begins in the prompt); [5,] 6, 7, 8, 9.
+    # Tokens of the four rows, with prompts in brackets: [5] 6 7; [1 2] 3 4; [5] 6 7 8 9; [1 2] 3.
     expected[0, 1] = -math.inf
     expected[1, [9, 8]] = -math.inf
-    forbid_sequences_(logits, rows, torch.tensor([3, 4, 5]), tokens, num_prompt, sequences)
+    # In the last row, token 7 stays allowed, because the sequence 2 3 7 would begin in the prompt.
+    expected[3, [9, 6]] = -math.inf
+    forbid_sequences_(logits, rows, torch.tensor([3, 4, 5, 3]), tokens, num_prompt, sequences)
     torch.testing.assert_close(logits, expected)
 
 
@@ -307,6 +309,6 @@ def test_ranks_match_sorted_order():
     found = compute_ranks(logits, tokens)
     order = logits.argsort(-1, descending=True).tolist()
     assert found.tolist()[:3] == [order[row].index(token) + 1 for row, token in enumerate(tokens.tolist()[:3])]
-    # Equal logits all have the rank of the last.
+    # Tokens with equal logits all have the rank of the last of them.
     assert found.tolist()[2:] == [1, 100]
     assert found.dtype == torch.int32

@@ -41,7 +41,7 @@ def test_other_threads_run_while_a_rank_waits(group_store):
     waiting, setting = (RenumberingStore(group_store, rank) for rank in range(2))
     late = threading.Timer(0.2, setting.set, ("CUDA/0/1", b"late"))
     late.start()
-    # A wait that blocked other threads would end with the timeout.
+    # If `wait` blocked the timer's thread, `wait` would end with the timeout.
     waiting.wait(["CUDA/3/1"], timedelta(seconds=30))
     assert waiting.get("CUDA/3/1") == b"late"
     late.join()

@@ -36,7 +36,7 @@ TINY = {
 
 
 class Session:
-    """One model with one paged cache. Blocks are allocated in descending order, so that a wrong order fails a test.
+    """One model with one paged cache. Blocks are allocated in descending order: code that expects another order fails.
 
     saves: the position at which a request's state is saved, by request.
     """

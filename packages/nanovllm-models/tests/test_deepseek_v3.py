@@ -182,7 +182,7 @@ def test_blocks_that_split_rotated_rows_are_refused(tmp_path, session):
 
 
 def test_a_config_with_published_head_sizes_runs_with_random_weights(tmp_path, session):
-    """A smaller model than published, in which FP8 blocks cut heads at the published positions."""
+    """The model is smaller than DeepSeek-V3, but FP8 blocks cut heads at the same positions."""
     scaling = {name: value for name, value in DEEPSEEK_YARN.items() if name not in ("rope_type", "rope_theta")}
     fields = TINY | {
         "architectures": ["DeepseekV3ForCausalLM"],

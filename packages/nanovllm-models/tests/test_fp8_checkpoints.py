@@ -2,7 +2,7 @@
 
 A quantised linear rounds its input to e4m3; hooks round the inputs of the twin. The twin adds the terms of a
 sum in another order. If a sum lies halfway between two numbers of e4m3, the order decides the rounding, and the logits
-differ. This happens about once in tens of tokens. Therefore the tests use many short prompts.
+differ. This happens about once in tens of tokens. The tests use many short prompts: most are then unaffected.
 """
 
 import json
@@ -76,7 +76,7 @@ def test_logits_are_those_of_the_float32_twin(family, tmp_path, session):
     found = torch.stack(ours.step(SHORT_PROMPTS))
     errors = (found - expected).norm(dim=(1, 2)) / expected.norm(dim=(1, 2))
     assert errors.quantile(0.75) < 1e-5
-    # The root mean square of a rounding to e4m3 is about 1/40. Three layers round seven inputs each.
+    # Rounding to e4m3 has a relative error of about 1/40 (root mean square). Three layers round seven inputs each.
     bound = 21**0.5 / 40
     assert errors.max() < bound
     assert 2**-8 < (found - plain).norm() / plain.norm() < bound

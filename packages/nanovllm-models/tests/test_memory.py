@@ -1,4 +1,4 @@
-"""Loading a checkpoint takes little more memory than the model, measured in a process of its own."""
+"""Loading a checkpoint takes memory for the model and one weight file. A separate process measures this."""
 
 import json
 import subprocess

@@ -90,13 +90,16 @@ class HeadOracle:
         }
 
     def write_layer(self, path: Path, tensors: dict[str, Tensor]) -> None:
-        """Replace a decoder layer of the checkpoint `tensors` by the head's layer, and write it to `path`."""
+        """Replace a decoder layer of the checkpoint `tensors` by the head's layer, and write the result to `path`."""
         prefix = f"model.layers.{self._template}."
         layer = {name: self._layer_tensors[name.removeprefix(prefix)] for name in tensors if name.startswith(prefix)}
         save_file({name: tensor.contiguous() for name, tensor in (tensors | layer).items()}, path)
 
     def predict(self, layers, tokens: list[int]) -> tuple[Tensor, Tensor]:
-        """Hidden states and logits after all `tokens` but the first. layers: from `write_layer`'s checkpoint."""
+        """Return the head's hidden states and logits for each of `tokens` except the first.
+
+        layers: decoder layers of the checkpoint that `write_layer` wrote.
+        """
         ids, eps = torch.tensor([tokens]), self._model.config.rms_norm_eps
         hidden = self._model(ids[:, :-1]).last_hidden_state[0]
         size = (hidden.shape[1],)
@@ -112,7 +115,7 @@ class HeadOracle:
         x = layers[self._template](x, attention_mask=mask, position_ids=positions, position_embeddings=rotation)
         x = (x[0] if isinstance(x, tuple) else x)[0]
         result = functional.rms_norm(x, size, self._norms[2], eps)
-        # Qwen3-Next's hidden states are normed.
+        # Only Qwen3-Next's head returns normed hidden states.
         return (result if self._norm_offset else x), functional.linear(result, self._output_head)
 
 

@@ -1,4 +1,4 @@
-"""Segments, the texts between added tokens, give the ids of the whole text, or a tokenizer has no segment encoder."""
+"""Encoding segments (texts between added tokens) gives the ids of the whole text, or there is no segment encoder."""
 
 import random
 import subprocess
@@ -49,7 +49,7 @@ OVERLAPPING = special("<a>", "<a><b>", "b><", "<|im", "<|im_start|>", "|>", "\n\
 
 
 def trained(pre_tokenizer, added, *, normalizer=None, **options) -> tokenizers.Tokenizer:
-    """A byte-level BPE with a few merges."""
+    """Return a byte-level BPE with a few merges."""
     backend = tokenizers.Tokenizer(models.BPE(**options))
     backend.normalizer, backend.pre_tokenizer = normalizer, pre_tokenizer
     trainer = trainers.BpeTrainer(
@@ -67,7 +67,7 @@ def byte_level(*patterns: str, prefix: bool = False) -> pre_tokenizers.PreTokeni
 
 
 def sentencepiece(added, *, normalizer=None, pre_tokenizer=None, dropout=None) -> tokenizers.Tokenizer:
-    """A BPE with byte fallback whose words begin with U+2581."""
+    """Return a BPE with byte fallback. Its words begin with U+2581."""
     merges = [("▁", "t"), ("h", "e"), ("▁t", "he"), ("l", "l"), ("▁", "▁"), ("\n", "\n"), ("1", "2")]
     pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁\nabcdefghijklmnopqrstuvwxyz<>|12345é"]
     vocab = {piece: index for index, piece in enumerate([*pieces, *("".join(merge) for merge in merges)])}
@@ -201,7 +201,7 @@ def encoder_of(name: str) -> SegmentEncoder:
 
 
 def fragments(backend: tokenizers.Tokenizer) -> list[str]:
-    """Added tokens, pieces of added tokens, and texts for which normalizers and pre-tokenizers have special rules."""
+    """Return added tokens, pieces of them, and texts for which normalizers and pre-tokenizers have special rules."""
     tokens = [token.content for token in backend.get_added_tokens_decoder().values()]
     pieces = [piece for token in tokens[:9] for piece in (token[:1], token[1:], token[: len(token) // 2], token * 2)]
     words = [

@@ -59,7 +59,7 @@ def make_backend() -> Tokenizer:
 
 @dataclass
 class ScriptedTokenizer:
-    """The renderer's tokenizer. Its template supports every role except "tool", and the variable `opening`.
+    """The renderer's tokenizer. Its template reads the variable `opening`, and refuses the role "tool".
 
     rendered, given, turns: for each call of `render_chat`, the messages, (tools, template values), and other options.
     """
@@ -128,8 +128,9 @@ class ScriptedEngine(Engine):
         self.scheduled_time: float | None = None
         self.endless = False
         self.crash: Exception | None = None
-        # Time to compile a grammar, and error messages by a text in the source of the grammar.
+        # Time to compile a grammar.
         self.compiling_s = 0.0
+        # Error messages by key. A grammar whose source contains the key is refused with the message.
         self.grammar_errors: dict[str, str] = {}
         self.compiled: list[GrammarSpec] = []
         self.num_compiling = 0
@@ -188,7 +189,7 @@ class ScriptedEngine(Engine):
             self._tasks[key].cancel()
 
     def _prompt_logprobs(self, key: int, request: Request) -> list[tuple[int, PromptLogprobs]]:
-        """Log-probabilities in which each prompt token is the second likeliest, after the token with the next id."""
+        """Returns log-probabilities: each prompt token is the second likeliest, after the token with the next id."""
         num_top = request.sampling.prompt_logprobs
         if num_top is None:
             return []
@@ -353,7 +354,7 @@ async def serve_on_socket(app: Quart, *, keep_alive_s: float = 75, write_timeout
 
 @pytest.fixture
 async def url(app: Quart) -> AsyncIterator[str]:
-    """The same server behind a real socket."""
+    """Serves `app` behind a real socket. Returns the URL."""
     async with serve_on_socket(app) as url:
         yield url
 

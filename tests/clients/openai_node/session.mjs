@@ -86,7 +86,7 @@ test("streamed pieces join to the complete answer", async () => {
 });
 
 test("the stream helper joins the same answer", async () => {
-  // The SDK throws for an answer that ended at the length limit.
+  // The SDK throws for an answer that ended at the length limit, so this answer ends at a stop string.
   const stop = (await chat.create(asked)).choices[0].message.content.slice(12, 16);
   const whole = await chat.create({ ...asked, stop });
   const stream = chat.stream({ ...asked, stop, stream_options: { include_usage: true } });

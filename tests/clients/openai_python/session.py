@@ -131,7 +131,7 @@ async def test_streamed_pieces_join_to_the_complete_answer(sdk, sdk_async):
 
 
 def test_the_stream_helper_joins_the_same_answer(sdk):
-    # The SDK raises for an answer that ended at the length limit.
+    # The SDK raises for an answer that ended at the length limit, so this answer ends at a stop string.
     stop = create(sdk).choices[0].message.content[12:16]
     whole = create(sdk, stop=stop)
     with sdk.chat.completions.stream(**ASKED, stop=stop, stream_options={"include_usage": True}) as stream:

@@ -57,8 +57,8 @@ def install_wheels(wheels: dict[str, Path], environment: Path) -> None:
     lock = ("--locked", "--package", "nanovllm-server", "--no-default-groups", "--no-emit-workspace", "--no-hashes")
     constraints.write_text(run_uv("export", *lock))
     run_uv("pip", "install", "--python", environment, "--constraints", constraints, *wheels.values())
-    # Compiling torch again would take 10 s. Python ignores bytecode whose source has another time or size. Other tests
-    # may compile modules meanwhile: a file that is not complete has a number after its suffix.
+    # Copy bytecode, because compiling torch again would take 10 s. Python ignores bytecode whose source has another
+    # time or size. Skip incomplete files of tests that compile meanwhile: these files have a number after the suffix.
     site = Path(pytest.__file__).parents[1]
     for bytecode in site.rglob("__pycache__"):
         copy = environment / site.relative_to(sys.prefix) / bytecode.relative_to(site)
@@ -79,7 +79,7 @@ def start_from_wheels(
         [program, "--port", "0"], env=variables, capture_output=True, text=True, timeout=MAX_SETUP_S, check=False
     )
     assert refused.returncode == 2, refused.stderr
-    # The command that the error names, but run by uv, because the environment has no pip.
+    # Run the command that the error names, but with uv, because the environment has no pip.
     command = re.search(r"\((pip install .*)\)", refused.stderr)[1]
     run_uv(*command.split(), "--python", folder / "environment")
     server = stack.enter_context(run_server(None, *flags, nice=NICE, program=(program,), environment=variables))

@@ -90,7 +90,7 @@ def fault_marker(directory: Path, name: str) -> Path:
 
 @dataclass
 class Conversation:
-    """seed: determines the tokens of sampled answers."""
+    """A conversation with an engine. seed: determines the tokens of sampled answers."""
 
     seed: int
     tokens: list[int] = field(default_factory=list)
@@ -166,7 +166,7 @@ class Campaign:
             await self._run_turns(expected_engine, num_faults=0)
 
     async def _run_turns(self, expected_engine: Engine, num_faults: int) -> None:
-        """Some conversations have a turn at the same time, during which faults are injected."""
+        """Run a turn of some conversations at the same time, and inject faults meanwhile."""
         conversations = self._rng.sample(self._conversations, self._rng.randrange(1, MAX_CONCURRENT + 1))
         for conversation in conversations:
             conversation.add_turn(self._rng)

@@ -134,9 +134,9 @@ TINY_MODELS = {
         "DeepseekV3", {**LATENT_ATTENTION, "first_k_dense_replace": 3, "attention_bias": True}
     ),
 }
-# As many rows as prompts, so that no unused graphs are captured.
+# `max_num_seqs` is the number of prompts, so that no unused graphs are captured.
 AMPLE_CACHE = {"num_blocks": 400, "max_num_seqs": NUM_PROMPTS}
-# Blocks for two or three of the sixteen prompts: the others are preempted repeatedly.
+# The blocks hold only two or three of the sixteen requests, so requests are preempted repeatedly.
 SCARCE_CACHE = {"num_blocks": 14, "max_model_len": 200, "max_num_seqs": NUM_PROMPTS}
 # Preempted requests, and prompts that share a prefix, find most of their blocks in host memory.
 TIERED_CACHE = {**SCARCE_CACHE, "kv_offload_gib": 0.05}
@@ -172,7 +172,7 @@ def make_model(tiny: TinyModel) -> transformers.PreTrainedModel:
 
 
 def predict(answers: list[list[int]]) -> list[list[int]]:
-    """Predictions for `generate`: the answers, in which every ninth token is wrong."""
+    """Return predictions for `generate`: copies of `answers` in which every ninth token is wrong."""
     return [
         [(token + 1) % VOCAB if position % 9 == 8 else token for position, token in enumerate(answer)]
         for answer in answers
@@ -214,7 +214,7 @@ async def generate(
     answers: list[list[list[int]]] = []
 
     async def generate_after_delay(index: int, prompt: list[int]) -> tuple[list[int], list[float]]:
-        # The arrival times are short, or a GPU would finish each request before the next one arrives.
+        # Delays are short, because otherwise a GPU would finish each request before the next one arrives.
         await asyncio.sleep(0 if is_preempted else rng.random() * 0.05)
         options = samplings[index % len(samplings)]
         sampling = SamplingParams(seed=index, max_tokens=OUTPUT_LEN, ignore_eos=True, **options)
@@ -249,7 +249,7 @@ async def generate(
         if final_stats is not None:
             final_stats.append(stats)
         if predictions is not None:
-            # Steps have verified right and wrong drafts.
+            # Steps must have accepted many drafts and rejected some.
             assert sum(stats.verified_drafts_by_position) > sum(stats.accepted_drafts_by_position) > NUM_PROMPTS // 2
         elif config.speculate is not None:
             assert sum(stats.verified_drafts_by_position) > NUM_PROMPTS

@@ -178,7 +178,7 @@ class Campaign:
                 await fault
                 await self._decode.check_idle()
                 await self._prefill.check_idle()
-            # After all faults, the engines share blocks as before.
+            # After all faults, the decode engine must fetch blocks again.
             num_fetched = self._decode.engine.stats.fetched_tokens
             deadline_s = time.monotonic() + MAX_RECOVERY_S
             while self._decode.engine.stats.fetched_tokens == num_fetched:
@@ -200,7 +200,7 @@ class Campaign:
         self.totals.update({f"fetches: {outcome}": count for outcome, count in stats.fetches if count})
 
     async def _run_turns(self, expected_engine: Engine) -> None:
-        """Some conversations have a turn at the same time."""
+        """Run a turn of some conversations at the same time."""
         conversations = self._rng.sample(self._conversations, self._rng.randrange(1, MAX_CONCURRENT + 1))
         for conversation in conversations:
             conversation.add_turn(self._rng)

@@ -71,7 +71,7 @@ async def compare(path: Path, device: str, setting: str, carrier: str) -> Engine
 
         address = f"ipc://{directory}/transfer"
         serving = {"depth": 2, **shared, "transfer_listen": address, **place_files("prefill")}
-        # A process can have the ranks of one engine only.
+        # A process can hold the ranks of only one engine, so an engine with several ranks gets its own process.
         start = AsyncEngine.start if settings.get("tensor_parallel_size", 1) == 1 else EngineClient.launch
         prefill = await start(load(path), EngineConfig(device=device, dtype="float32", **serving))
         stats: list[EngineStats] = []

@@ -12,7 +12,7 @@ ANY = REFUSED | {200}
 # Stands for text of the same length, which each `Case.make_data` chooses anew. The server caches compiled grammars by
 # their source, so a grammar that contains UNIQUE is compiled each time.
 UNIQUE = "unique-value"
-# Most seconds from sending a case to its answer, and most seconds that a case adds to a gap of another stream.
+# Maximum time from sending a case to its answer, and maximum time that a case adds between two chunks of a stream.
 ANSWER_LIMIT_S = 1.0
 ADDED_GAP_LIMIT_S = 0.1
 

@@ -116,7 +116,7 @@ class Streams:
 
     def longest_gap(self, begin_s: float) -> float:
         """The longest time between two chunks of one answer, of which the later chunk arrived after `begin_s`."""
-        # Most answers ended before. Going through all their chunks would delay the reading of the next chunks.
+        # Skip answers that ended before: going through all their chunks would delay the reading of the next chunks.
         recent = [times for times in self._chunk_times if times and times[-1] > begin_s]
         pairs = itertools.chain.from_iterable(map(itertools.pairwise, recent))
         return max((late_s - early_s for early_s, late_s in pairs if late_s > begin_s), default=0.0)

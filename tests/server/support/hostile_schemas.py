@@ -1,4 +1,4 @@
-"""Hostile JSON schemas: within the limits of size, but with a conversion or compilation that costs much."""
+"""Hostile JSON schemas, which keep the limits of size but are costly to convert or compile."""
 
 import json
 
@@ -6,7 +6,7 @@ from hostile_cases import ANY, GOOD, UNIQUE, Case, post, tool
 
 
 def make_cost_cases() -> list[Case]:
-    """Cases of schemas that cost much. The server answers the request or refuses the schema."""
+    """Cases of costly schemas. The server answers the request or refuses the schema."""
     schemas = make_costly_schemas()
     requests = {name: {"structured_outputs": {"json": schema}} for name, schema in schemas.items()}
     for name in ("1,500 optional properties", "100 KB of different nested objects"):

@@ -25,7 +25,7 @@ class AnonymousMemory:
         weakref.finalize(self, os.close, descriptor)
 
     def __getstate__(self) -> tuple[Any, int]:
-        # `DupFd` works only while multiprocessing starts a process.
+        # `DupFd` works only while multiprocessing starts a process, so other pickling fails.
         return DupFd(self.descriptor), self._num_bytes
 
     def __setstate__(self, state: tuple[Any, int]) -> None:

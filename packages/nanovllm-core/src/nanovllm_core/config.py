@@ -1,4 +1,4 @@
-"""The engine's settings: `EngineConfig` as the user gives them, `ResolvedConfig` once device and model are known."""
+"""Defines the user's settings (`EngineConfig`), and the final settings for the device and model (`ResolvedConfig`)."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,8 @@ TransferCarrier = Literal["auto", "shm", "nixl", "tcp"]
 BLOCK_SIZES: tuple[BlockSize, ...] = (16, 32, 64, 128)
 GIB = 1 << 30
 MAX_RANKS = 16  # ranks of one engine
-# Maximum number of drafts per request and step. A decode with this many drafts needs at most one new block.
+# Maximum number of drafts per request and step. A decode and its drafts then have at most as many tokens as the
+# smallest block, so they need at most one new block.
 MAX_DRAFTS = BLOCK_SIZES[0] - 1
 # A step with drafts may have this many tokens even if `max_num_seqs` is smaller, see `max_draft_step_tokens`.
 MIN_DRAFT_STEP_LIMIT = 64

@@ -76,7 +76,7 @@ def resolve(
     _require(1 <= num_ranks <= max_ranks, "tensor_parallel_size", num_ranks, f"1..{max_ranks} on this machine")
     _require(num_ranks > 1 or not config.expert_parallel, "expert_parallel", True, "False if tensor_parallel_size is 1")
     _require(num_ranks > 1 or not config.dp_attention, "dp_attention", True, "False if tensor_parallel_size is 1")
-    # With different requests, ranks have different hidden states.
+    # With `dp_attention`, ranks have different requests, so their hidden states differ.
     _require(not (config.check_ranks and config.dp_attention), "check_ranks", True, "False with dp_attention")
     settings: dict[str, Any] = {field.name: getattr(config, field.name) for field in fields(SharedSettings)}
     if config.kv_offload_dir is not None or config.uses_transfer:

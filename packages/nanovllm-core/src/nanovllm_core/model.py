@@ -109,7 +109,7 @@ class CausalLM(Protocol):
 
         hidden: equal on all ranks.
         With one rank, the logits are [n, vocab_size]. With several ranks, each rank returns its columns: [n, c], with
-        the same c on all ranks. The columns of all ranks, concatenated, begin with the columns of the vocabulary.
+        the same c on all ranks. Concatenated over the ranks, the columns are the vocabulary's, then padding.
         """
         ...
 
@@ -190,7 +190,7 @@ class ModelSpec:
     build: creates the model with its weights. Must be a module-level function or a functools.partial, for pickling.
     vocabulary: reads the vocabulary, when the first grammar is needed; None if the model does not support grammars.
     cuda_dtype: dtype on a GPU; None for `dtype`. float16 is more precise than bfloat16, but may overflow.
-    fingerprint: identifies whatever determines the KV cache of tokens, such as the weights; "" if unknown. Engines
+    fingerprint: identifies everything that determines cache entries, such as the weights; "" if unknown. Engines
         whose models have equal fingerprints may share cached blocks in files and by transfers.
     draft: the draft model for speculative decoding with `EngineConfig.speculate` "draft"; None without a draft model.
     """

@@ -67,7 +67,7 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class RequestStart(NamedTuple):
-    """Reports that a step produced a request's first output token. Fields: see `RequestOutput`."""
+    """Reports a request's first output token. key: request key. Other fields: see `RequestOutput`."""
 
     key: int
     num_cached_tokens: int
@@ -75,7 +75,7 @@ class RequestStart(NamedTuple):
 
 
 class RequestFinish(NamedTuple):
-    """Reports that a step produced a request's last output token. Fields: see `RequestOutput`."""
+    """Reports a request's last output token. key: request key. reason, stop_token: see `RequestOutput`."""
 
     key: int
     reason: FinishReason

@@ -25,8 +25,8 @@ class Checkpoint(NamedTuple):
 class RequestStatus(Enum):
     """Tells what a request waits for. Preemption changes RUNNING to WAITING.
 
-    WAITING_KV: host memory or another engine sends cached blocks, or the blocks are loaded and the request can start.
-        After a fetch from another engine or a failed load, the request is WAITING again.
+    WAITING_KV: cached blocks are being fetched from another engine, or are being or have been loaded from host memory.
+        After a fetch or a failed load, the request is WAITING again.
     """
 
     WAITING_GRAMMAR = "waiting for its grammar"

@@ -35,7 +35,7 @@ class ReasoningBudget(msgspec.Struct, frozen=True):
 class SamplingParams:
     """Options for sampling the tokens of one request.
 
-    max_tokens: maximum number of output tokens; None for no limit but the maximum context length.
+    max_tokens: maximum number of output tokens; None: only the maximum context length limits the output.
     temperature: 0 for greedy sampling.
     top_k: 0 for off. Filters apply in the order top-k, top-p, min-p.
     top_p: 1 for off; 0 keeps only the likeliest tokens (Holtzman et al. 2020).

@@ -218,7 +218,7 @@ def test_a_directory_that_vanishes_gives_misses_until_it_is_back(open_files, dir
     for block_hash in HASHES:
         files.write(block_hash, payload_of(block_hash))
     assert files.counts.num_write_errors > 0
-    assert not directory.exists()  # It may be the mount point of a disk that is missing.
+    assert not directory.exists()  # The store does not create it: it may be a mount point.
     directory.mkdir(mode=0o700)
     files.write(HASHES[1], payload_of(HASHES[1]))
     assert read(files, HASHES[1]) == payload_of(HASHES[1])
@@ -232,7 +232,7 @@ def test_a_directory_is_private(open_files, directory, monkeypatch):
     directory.chmod(0o750)
     with pytest.raises(ConfigError, match=r"kv_offload_dir is .*: run chmod 700"):
         open_files()
-    # If others get access later, the store stops writing.
+    # If other users get access later, the store stops writing.
     scan(files)
     files.write(HASHES[0], payload_of(HASHES[0]))
     assert files.counts.num_write_errors == 1
@@ -256,7 +256,7 @@ def test_a_limit_below_two_files_is_refused(open_files):
 
 @pytest.fixture
 def without_background_scans(monkeypatch) -> None:
-    """Disable the scans in the background, which would evict files at different times in each run."""
+    """Scan only once in the background: repeated scans would evict files at different times in each run."""
     monkeypatch.setattr(BlockFiles, "_scan_repeatedly", scan)
 
 
@@ -269,7 +269,7 @@ def test_the_least_recently_used_file_is_evicted(open_files, directory):
         os.utime(path_of(directory, block_hash), (1000 - age, 1000 - age))
     assert read(files, HASHES[8]) is not None
     files.close()
-    # An engine with a lower limit must evict these files. It keeps the bytes of one file reserved.
+    # An engine with a lower limit must evict these files. It reserves the bytes of one file at a time.
     files = open_files(max_bytes, b"other")
     for number, block_hash in enumerate(HASHES[9:12]):
         files.write(block_hash, payload_of(block_hash))

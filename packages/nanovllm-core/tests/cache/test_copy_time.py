@@ -1,4 +1,4 @@
-"""Predictions of the time of copies."""
+"""Tests how the time of a copy is predicted from earlier copies."""
 
 import pytest
 

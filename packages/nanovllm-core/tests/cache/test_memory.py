@@ -219,7 +219,7 @@ def test_slots_have_space_for_the_inputs_of_drafts():
     config = resolve(EngineConfig(), **MODEL_AND_MACHINE)
     plain, drafted = (CacheLayout.from_specs([PAGED, *STATE_SPECS], config, max_drafts) for max_drafts in (0, 3))
     assert plain.state_specs == tuple(STATE_SPECS)
-    # Two more rows per draft, and two gates per value head in each row.
+    # Each draft adds two rows. Each row also holds two gates per value head.
     assert [spec.conv_inputs for spec in drafted.state_specs] == [(10, 6 + 4), (8, 4 + 2), (10, 6 + 4)]
     assert [spec.recurrent for spec in drafted.state_specs] == [spec.recurrent for spec in STATE_SPECS]
     added_elements = 2 * (10 * 10 - 4 * 6) + (8 * 6 - 2 * 4)

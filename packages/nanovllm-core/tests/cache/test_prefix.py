@@ -1,4 +1,4 @@
-"""The chain of block hashes: a function of the tokens and the salt alone, extended block by block."""
+"""Block hashes depend only on the tokens and the salt, and each block of a request is hashed once."""
 
 import random
 

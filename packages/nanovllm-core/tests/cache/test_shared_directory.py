@@ -1,4 +1,4 @@
-"""The secret of engines that share a directory."""
+"""Tests the secret that engines share if they share a directory."""
 
 import errno
 import os
@@ -28,7 +28,7 @@ def test_a_damaged_secret_is_replaced(tmp_path, length):
     directory = tmp_path / "blocks"
     load_secret(directory)
     (directory / "secret").write_bytes(bytes(length))
-    # An engine was killed while it wrote a secret.
+    # Simulate an engine that was killed while it wrote a secret.
     (directory / "secret.new").write_bytes(b"part")
     secret = load_secret(directory)
     assert len(secret) == SECRET_BYTES

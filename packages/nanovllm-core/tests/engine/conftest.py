@@ -20,5 +20,5 @@ def oracle() -> Callable[[list[int], int], list[int]]:
 
 @pytest.fixture
 def always_drafts(monkeypatch):
-    """Steps propose and verify as many drafts as they may, because no step seems to take time."""
+    """Make steps propose and verify as many drafts as allowed: all predicted times are 0."""
     monkeypatch.setattr(build, "measure_draft_times", lambda *_: DraftTimes())

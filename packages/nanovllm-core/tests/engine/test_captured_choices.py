@@ -114,7 +114,7 @@ def requests() -> list[Request]:
     return [
         Request(
             f"r{index}",
-            # Repetitions, so that drafts are proposed.
+            # Repeated tokens cause n-gram drafts.
             [7 + index, *range(3, 3 + index % 5), *[8, 9, 10, 11] * (index % 3)],
             SamplingParams(seed=index, max_tokens=6 + (7 * index) % OUTPUT_LEN, ignore_eos=True, **kind),
         )

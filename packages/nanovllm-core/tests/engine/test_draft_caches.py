@@ -60,7 +60,7 @@ def propose_at_random(share: float) -> Callable[..., object]:
 @pytest.mark.parametrize(("method", "setting", "share"), CASES)
 async def test_drafts_are_right_if_no_cache_entry_is_wrong(method, setting, share, always_drafts, monkeypatch):
     monkeypatch.setattr(DraftPlanner, "plan_proposals", propose_at_random(share))
-    # An entry of an MTP head depends on the next token, so the last entry of a cached block may be wrong.
+    # An MTP head's entry of a token depends on the next token. The last entry of a cached block may thus be wrong.
     settings = {"speculate": method.split()[0], "num_speculative_tokens": NUM_DRAFTS, "prefix_caching": method != "mtp"}
     config = EngineConfig(**CONFIG | settings | SETTINGS[setting])
     engine = await AsyncEngine.start(METHODS[method], config)
@@ -83,7 +83,7 @@ async def test_drafts_are_right_if_no_cache_entry_is_wrong(method, setting, shar
         assert stats.num_cached_prompt_tokens > 100
     verified, accepted = sum(stats.verified_drafts_by_position), sum(stats.accepted_drafts_by_position)
     assert verified > share * NUM_REQUESTS * OUTPUT_LEN / 4
-    # With wrong entries, nearly all drafts would be wrong. The row of a preempted request may have drafts from before
-    # the preemption. If the request accepts a draft that has no space in the new blocks yet, the entry is missing.
+    # One wrong entry makes nearly all later drafts wrong. Preemption may leave an entry out: the row keeps old
+    # drafts, and the request may accept a draft that has no space in the new blocks yet.
     is_always_right = method != "draft with errors" and setting != "preempted"
     assert accepted == verified if is_always_right else accepted > verified // 2

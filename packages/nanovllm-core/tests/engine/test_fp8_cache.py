@@ -52,12 +52,12 @@ async def test_tokens_equal_those_of_an_oracle_with_quantised_keys_and_values(na
     finally:
         await engine.stop()
     same = [answer == wanted for answer, wanted in zip(found, expected, strict=True)]
-    # On a GPU, a sum may differ in its last bit. This can change a rounding, and so a close choice of a token.
+    # On a GPU, the last bit of a sum may differ. This can change a rounding, and then the choice of a token.
     assert all(same) if device == "cpu" else sum(same) >= 12
 
 
 def test_fp8_cache_changes_tokens(oracle, expected):
-    """Otherwise the test above would not notice a missing quantisation."""
+    """If an FP8 cache changed no token, the test above could not notice a missing quantisation."""
     assert [oracle(prompt, OUTPUT_LEN) for prompt in prompts()] != expected
 
 

@@ -85,7 +85,7 @@ def tokens_of(outputs: list[RequestOutput]) -> list[int]:
 
 
 def check_answer(compiler, spec: GrammarSpec, outputs: list[RequestOutput]) -> None:
-    """A complete answer matches its grammar; an incomplete answer is a prefix of a matching one."""
+    """Assert that a complete answer matches its grammar, and that the grammar allows an incomplete answer so far."""
     tokens = tokens_of(outputs)
     if outputs[-1].finish_reason == "stop":
         assert outputs[-1].stop_token == toy_model.EOS

@@ -48,7 +48,7 @@ def events(monkeypatch) -> list[str]:
 @pytest.mark.parametrize(
     ("is_asynchronous", "max_steps_in_flight", "order"),
     [
-        # On a CPU, `launch` computes the step: posting after it would delay outputs by a whole step.
+        # On a CPU, `launch` computes the step. So the loop posts the outputs of a step before it launches the next.
         (False, None, "launch post launch post launch post launch post launch post launch post"),
         # The loop knows the length limit before the last token, so it launches no further step.
         (True, 2, "launch launch launch post launch post launch post launch post post post"),
@@ -109,7 +109,7 @@ async def test_the_engine_thread_ends_when_emitting_fails(toy_spec):
 
 
 class SlowEvent:
-    """An event of a device that works in order. seconds: duration of the work between the last event and this one."""
+    """An event of a device that works in order. seconds: duration of the work since the previous event."""
 
     device_idle_at = 0.0
 

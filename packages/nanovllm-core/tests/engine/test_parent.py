@@ -44,7 +44,7 @@ def test_the_engine_ends_at_once_when_its_parent_is_killed(phase, tmp_path):
         parent.kill()
     killed = time.monotonic()
     while is_alive(pid):
-        # In the phase "loading", the engine sleeps for 10 minutes.
+        # An engine that missed the end of its parent would live longer: in "loading", it sleeps for 10 minutes.
         assert time.monotonic() - killed < 60
         time.sleep(0.02)
     assert not list(files.glob("nanovllm-*"))

@@ -73,7 +73,7 @@ async def test_prompt_logprobs_equal_the_oracle_for_all_settings(name, device, t
     rng, requests = random.Random(1), make_requests(len(name))
 
     async def arrive(request: Request):
-        # On a GPU, earlier requests would finish before the later ones arrive, and none would be preempted.
+        # To force preemptions, requests arrive at once: a GPU would finish early ones before late ones arrive.
         await asyncio.sleep(0 if name.startswith("preempted") else rng.random() * 0.05)
         return await serve(engine, request)
 

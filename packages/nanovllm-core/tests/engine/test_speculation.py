@@ -69,7 +69,7 @@ async def count_drafts(config: EngineConfig, spec: ModelSpec) -> tuple[tuple[int
     engine = await AsyncEngine.start(spec, config)
 
     async def answer(index: int, sampling: SamplingParams) -> None:
-        # The second half of the prompts finds the first half in the prefix cache.
+        # Later prompts equal earlier ones up to the last token, so that blocks come from the prefix cache.
         await asyncio.sleep(0.1 * index)
         prompt = [*range(20 + index % 8, 62 + index % 8), index % 3]
         await collect(engine, prompt, sampling, f"r{index}")
@@ -89,7 +89,7 @@ async def count_drafts(config: EngineConfig, spec: ModelSpec) -> tuple[tuple[int
     "settings", [{}, {"kv_cache_dtype": "fp8"}, {"tensor_parallel_size": 2}, {"num_speculative_tokens": 15}]
 )
 async def test_a_model_accepts_its_own_drafts(settings, always_drafts):
-    # A step has space for 4 requests with 15 drafts each.
+    # A step of 64 tokens has space for 4 requests with a token and 15 drafts each.
     limits = {"max_num_batched_tokens": 64, "num_speculative_tokens": 4}
     config = replace(CONFIG, speculate="draft", **limits | settings)
     verified, accepted = await count_drafts(config, replace(toy_spec(), draft=toy_spec()))

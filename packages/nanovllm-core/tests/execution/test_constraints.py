@@ -12,7 +12,7 @@ from nanovllm_core.execution.row_constraint import GrammarFailure
 
 
 def test_sending_masks_removes_masks_of_the_earlier_step():
-    """A captured sampling graph reads one mask per row, although fewer masks were sent."""
+    """A captured sampling graph reads the masks of all rows, so masks of an earlier step must not remain."""
     buffer = MaskBuffer(4, 2, torch.device("cpu"))
     for which in ([2, 0, 3], [1]):
         assert (buffer.new_masks(len(which)) == -1).all()
@@ -36,14 +36,14 @@ def test_step_waits_only_if_a_mask_depends_on_the_previous_step():
         must_wait = constraints.begin_step(make_plan(rows))
     assert must_wait
     assert [step.num_waits for step in steps] == [0, 0]
-    # The last token of row 0 is the first of the end sequence.
+    # Row 0 has sampled token 7, which begins the end sequence. So the budget forces token 68.
     which, bits = constraints.fill_masks(np.arange(3))
     assert [step.num_waits for step in steps] == [1, 1]
     assert which.tolist() == [1]
     assert allowed_tokens(bits) == [[68]]
     step = FinishedStep([1, 68, 1])
     constraints.end_step(step)
-    # The host does not know yet whether the budget is closed.
+    # The host does not know yet whether the end sequence is complete.
     assert constraints.begin_step(make_plan(rows))
     assert constraints.fill_masks(np.arange(3)) is None
     assert not constraints.begin_step(make_plan(rows))

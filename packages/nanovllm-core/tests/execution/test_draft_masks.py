@@ -64,7 +64,7 @@ def test_entries_after_a_draft_that_allowed_ids_or_a_forced_token_forbid_have_no
     constraints = start([allowed, forced], [1, 1], [[2, 3, 4], [6, 6, 7]])
     num_masks, masks = fill_entries(constraints, make_plan([0, 1], num_drafts=[3, 3]))
     assert num_masks == 8
-    # After two tokens of row 0 and the draft 2, its grammar allows token 3 only, which is not an allowed id.
+    # After tokens 0, 1 and draft 2, the grammar of row 0 allows only token 3, which is not an allowed id.
     assert masks == {0: [2], 5: [7]}
     reason = "allowed_token_ids has no token that the grammar allows after the output so far"
     assert constraints.failures == [GrammarFailure(0, 1, reason)]
@@ -78,7 +78,7 @@ def test_matchers_are_called_once_per_entry_for_all_rows():
     num_masks, masks = fill_entries(constraints, make_plan(range(4), num_drafts=[1, 3, 3, 0]))
     assert num_masks == 10
     assert masks == {0: [1], 1: [2], 2: [1], 3: [2], 4: [3], 5: [4], 6: [1], 7: [2]}
-    # For all 3 rows: advance by the tokens of the first step, fill, advance, fill. Row 1 goes on without batch calls.
+    # Batch calls advance and fill all 3 rows for the first two entries. Then row 1 goes on alone, without batch calls.
     assert calls == [3, 3, 3, 3]
 
 
@@ -94,10 +94,10 @@ def test_end_token_among_the_drafts_ends_the_grammar_but_not_the_allowed_ids():
         10,
         {0: [4], 1: [END], 5: [4], 6: [END], 7: with_end, 8: with_end, 9: with_end},
     )
-    # Each row accepted one token only.
+    # Each row gets only token 4 from the step.
     constraints.end_step(FinishedStep([4, 4], [1, 1], [[END, 0, 0, 0]] * 2))
     assert fill_entries(constraints, make_plan([0, 1])) == (2, {0: [END], 1: [END]})
-    # Each row accepts the end token and a token after it.
+    # Each row samples the end token.
     constraints.end_step(FinishedStep([END, END], None, [[0, 0, 0, 0]] * 2))
     assert fill_entries(constraints, make_plan([0, 1])) == (2, {1: with_end})
 
@@ -116,7 +116,7 @@ def test_budget_is_forced_after_drafts():
 
 @pytest.mark.parametrize("num_accepted", [1, 3])
 def test_budget_that_can_not_be_forced_after_drafts_is_dropped_only_if_the_drafts_are_accepted(num_accepted):
-    # The grammar allows token n after n tokens. So the end of the reasoning is forbidden after 3 tokens.
+    # After 3 tokens, the budget would force the end token 4, but the grammar allows only token 3.
     row = make_new_row(0, CountingGrammar(), reasoning_budget=ReasoningBudget(3, (4,)))
     constraints = start([row], [0], [[1, 2, 3]])
     assert fill_entries(constraints, make_plan([0], num_drafts=[3])) == (4, {0: [1], 1: [2], 2: [3], 3: [4]})

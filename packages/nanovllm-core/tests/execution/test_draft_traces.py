@@ -67,7 +67,7 @@ class Target:
             row.append(self.tokens[-1])
 
     def masks_along(self, tokens: list[int]) -> tuple[list[bytes | None], str | None]:
-        """The masks after 0, 1, ... of `tokens`, which follow the known tokens, and the failure after the last mask."""
+        """Returns (masks after the known tokens and 0, 1, ... of `tokens`; reason of a failure after the last mask)."""
         row, masks = PlainRow(self.options, toy_model.VOCAB), []
         for token in [*self.tokens[: self.num_known], *tokens, 0]:
             mask, failure = row.next_mask()
@@ -150,7 +150,7 @@ def run_trace(rng: random.Random, grammars: dict[GrammarSpec, Grammar], counts: 
             num_accepted = 0
             while num_accepted < min(n, len(expected)) and drafts[num_accepted] == expected[num_accepted]:
                 num_accepted += 1
-            # When its target is complete, a row may sample any token.
+            # A row that accepts all of its target samples one more token, which may be any token.
             token_ids += [*expected, 0][: num_accepted + 1]
             num_tokens.append(num_accepted + 1)
             target.num_known += num_accepted + 1

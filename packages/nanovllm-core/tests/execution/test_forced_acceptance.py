@@ -1,4 +1,4 @@
-"""Drafts that benchmarks keep at random: the mean number of tokens per step, with an engine and alone."""
+"""The setting `acceptance_length` keeps drafts at random, so that steps yield this mean number of tokens."""
 
 import asyncio
 
@@ -44,7 +44,7 @@ async def test_engine_keeps_as_many_drafts_as_asked(acceptance_length):
     verified, accepted = stats.verified_drafts_by_position, stats.accepted_drafts_by_position
     assert verified[0] > 0
     probability = find_probability(acceptance_length, NUM_DRAFTS)
-    # The share of drafts that are kept, if all drafts before them in the step are kept. Right drafts are rejected too.
+    # The first draft of a step is kept with this probability, whether the draft is right or wrong.
     assert accepted[0] / verified[0] == pytest.approx(probability, abs=0.12 if probability > 1e-6 else 1e-6)
 
 

@@ -239,7 +239,7 @@ def test_captured_proposals_serve_steps_with_and_without_drafts(proposer):
     assert all(select_graph(graphs, ops) != NO_DRAFTS for ops in all_ops)
     graphs = dict.fromkeys(proposer.captured_ops(None, may_propose=False))
     assert select_graph(graphs, NO_DRAFTS) == NO_DRAFTS
-    # Proposing n-grams takes no time, so every step may do so.
+    # N-gram proposals take no time, so their graphs are captured although `may_propose` is False.
     assert proposer.uses_cache or all(select_graph(graphs, ops) != NO_DRAFTS for ops in all_ops)
 
 

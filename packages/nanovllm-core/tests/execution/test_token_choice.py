@@ -45,7 +45,7 @@ def test_compiled_gather_gives_the_same_tokens(table, monkeypatch):
     monkeypatch.setattr(compilation, "BACKEND", counter)
     compiled_gather = compilation.compile_for_rows(gather_columns, min_rows=1)
     needs = SamplingOps.RANDOM | SamplingOps.FILTER
-    # The first count equals the number of table rows, which the compiled function must not take for granted.
+    # The first count equals the number of table rows. The compiled function must serve other counts too.
     for count in (ROWS, 1, 2, 9, 1, 5):
         logits, rows = torch.randn(count, VOCAB), torch.randperm(ROWS)[:count].int()
         expected = choose_tokens(logits, rows, rows, table, needs, gather_columns)
@@ -89,7 +89,7 @@ def assign_rows(table: RequestTable, options: list[dict]) -> list[int]:
 def test_operations_of_other_rows_do_not_change_tokens(seed):
     rng = np.random.default_rng(seed)
     table = RequestTable(ROWS, 32, 16, VOCAB, 1, torch.device("cpu"))
-    # Entries of earlier requests must not affect later requests.
+    # Assign the rows three times: entries of earlier requests must not affect later requests.
     for _ in range(3):
         needs = assign_rows(table, [OPTIONS[index] for index in rng.integers(0, len(OPTIONS), ROWS)])
         generator = torch.Generator().manual_seed(seed)

@@ -21,7 +21,7 @@ from nanovllm_core.grammar.compiler import Compiler, Grammar
 ANY = r"[ -!#-\[\]-\u{7ff}]|[\u{800}-\u{d7ff}\u{e000}-\u{ffff}]|[\u{10000}-\u{10ffff}]"
 CHARACTERS = ("a", " ", "\x7f", "é", "\u07ff", "\u0800", "\ud7ff", "\uffff", "😀", "\U0010ffff")
 BYTES = [bytes((byte,)) for byte in range(256)]
-# Tokens of several characters, some with the end of a string. `PARTS` begin or end within a character.
+# `WORDS` are tokens of several characters; some contain a closing quote. `PARTS` begin or end within a character.
 WORDS = [
     *("a" * length for length in (2, 3, 5, 8, BLOCK_LENGTH, BLOCK_LENGTH + 1, MIN_TAIL_LENGTH, 60)),
     *("éé", "a😀", "€" * 9, 'a"', 'aaa"', '"}', 'a"}', '","b', 'aa","b":"a', '""', "a\n", "\\n"),
@@ -78,7 +78,7 @@ def test_large_bounds_are_exact(compiler):
 
 
 def fits(written: bytes, low: int, high: int | None) -> bool:
-    """Whether `written` begins an object with a string `a` within the bounds, and maybe a string `b` of up to 3."""
+    """Whether `written` can begin an object with string `a` (low to high characters) and optional `b` (up to 3)."""
     text = written.decode(errors="ignore")
     try:
         written.decode()
@@ -99,7 +99,7 @@ def fits(written: bytes, low: int, high: int | None) -> bool:
     [(0, 40), (2, 48), (0, 63), (5, 130), (0, 200), (20, 20), (24, 40), (41, 60), (40, 130), (2, None), (45, None)],
 )
 def test_masks_allow_exactly_the_tokens_that_fit(compiler, low, high):
-    """Masks may lack tokens of more than `always_allowed_length` bytes."""
+    """A mask may lack a token that fits only if the token has more than `always_allowed_length` bytes."""
     always_allowed_length = HALF_BLOCK_LENGTH if low > BLOCK_LENGTH else MIN_TAIL_LENGTH - BLOCK_LENGTH
     schema = {
         "type": "object",

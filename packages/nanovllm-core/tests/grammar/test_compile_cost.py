@@ -1,4 +1,4 @@
-"""Which schemas cost too much to compile, and how the cost grows. The tests count steps, not seconds."""
+"""Tests which schemas cost too much to compile, and how the cost grows. Costs are steps, not seconds."""
 
 import json
 import random

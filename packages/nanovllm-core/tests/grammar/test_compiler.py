@@ -1,4 +1,4 @@
-"""Random outputs that compiled grammars allow are valid by checks that use only the standard library."""
+"""Checks random outputs of compiled grammars with code that uses only the standard library."""
 
 import json
 import random

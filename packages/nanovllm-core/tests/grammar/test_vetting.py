@@ -68,7 +68,7 @@ def test_time_in_which_a_grammar_gets_no_cpu_does_not_count(strict):
     while not (trials := children(strict.pid)):
         assert thread.is_alive()
     os.kill(trials[0], signal.SIGSTOP)
-    # Longer than the limit of `strict`.
+    # Wait longer than the time limit of `strict`.
     time.sleep(2.5)
     assert outcomes == []
     os.kill(trials[0], signal.SIGCONT)

@@ -52,7 +52,7 @@ def masks_along(compiled: xgrammar.CompiledGrammar, tokens: list[int], num_words
 
 @pytest.fixture(scope="module")
 def compilers() -> tuple[xgrammar.GrammarCompiler, list[bytes]]:
-    # Tokens that begin with whitespace and cross several elements are those that depend on the lookahead.
+    # Whether a mask allows a token of whitespace and several elements depends on the rule's lookahead.
     words = [bytes([byte]) for byte in range(256)]
     words += [b" " + word for word in (b'"', b":", b",", b"}", b"]", b'" :', b', "', b'"inner"', b"true", b"1,")]
     words += [b'":', b'": ', b'",', b'"}', b"}}", b" }}", b" ]", b'{"', b'{ "', b"[ ", b", ", b'":"', b'\n"inner']

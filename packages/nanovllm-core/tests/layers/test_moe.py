@@ -64,7 +64,7 @@ def compute_experts(x: Tensor, weights: Tensor, ids: Tensor, tensors: dict[str, 
 
 @pytest.fixture
 def routing() -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens, and weights and ids of their experts."""
+    """Hidden states of tokens, and the weights and ids of each token's experts."""
     weights, ids = torch.rand(5, NUM_EXPERTS).topk(2)
     return torch.randn(5, HIDDEN), weights, ids.int()
 
@@ -240,7 +240,7 @@ def test_random_experts_depend_on_the_seed(build):
 
 
 def test_work_to_load_experts_grows_linearly_with_their_number(build):
-    """DeepSeek-R1 has 90,000 tensors of experts."""
+    """DeepSeek-R1 has 90,000 tensors of experts, so quadratic work would be too slow."""
 
     def count_load_calls(num_layers: int, num_experts: int) -> int:
         layers = nn.ModuleList(Experts(num_experts, 2, 2, build, quantization=BlockFP8()) for _ in range(num_layers))

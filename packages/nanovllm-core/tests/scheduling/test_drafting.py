@@ -1,4 +1,4 @@
-"""The numbers of drafts that the scheduler chooses, from the acceptance of earlier drafts and the times of steps."""
+"""Tests how many drafts the planner chooses, given the acceptance of earlier drafts and the times of steps."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ from nanovllm_core.scheduling.rows import RowTable
 from nanovllm_core.scheduling.step_time import StepTimeModel, StepWork, calibrate
 
 MAX_DRAFTS = 4
-RIGHT, WRONG = 7, 8  # The proposed token, and another one.
+RIGHT, WRONG = 7, 8  # All drafts are RIGHT. Steps that reject drafts sample WRONG.
 
 
 STEP_S = 0.01
@@ -21,10 +21,10 @@ STEP_S = 0.01
 class Decodes:
     """Requests that decode, with the results of their steps.
 
-    A step's results are known when the next step but one is planned.
-    draft_share, proposal_share, late_share, late_pass_share: times of a verified draft, of a proposal, of a late entry
-        and of the first late entry of a step. The unit is the time of a step without drafts.
-    num_steps: number of steps. extra_steps: total time of drafts in the same unit.
+    When step n is planned, the results of the steps up to n - 2 are known.
+    draft_share, proposal_share, late_share, late_pass_share: time per verified draft, per step that proposes, per late
+        entry and per step with late entries. The unit is the time of a step without drafts.
+    num_steps: number of steps. extra_steps: total of these times, in the same unit.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Decodes:
         return [0] * count if num_drafts is None else num_drafts.tolist()
 
     def run_steps(self, count: int, *, accepts: bool, num_proposed: int = MAX_DRAFTS) -> int:
-        """Run steps with the chosen drafts, of which all or none are right. Returns the number of proposing steps."""
+        """Run steps that accept all or none of the chosen drafts. Returns the number of steps that proposed drafts."""
         num_before = len(self.proposing_steps)
         for _ in range(count):
             self._run_step(accepts=accepts, num_proposed=num_proposed)
@@ -118,9 +118,9 @@ def test_accepted_drafts_lead_to_as_many_drafts_as_allowed():
     assert decodes.planner.num_accepted.tolist() == decodes.planner.num_verified.tolist()
 
 
-# Measured on an H100 with Llama-8B's shape and drafts of Llama-1B's shape: number of requests, and the times of a
-# verified draft, a proposal of 4 drafts, late entries and one late entry as shares of a step. The engine measured at
-# most 64 requests, so 256 requests have the shares of 64.
+# Shares of a step's time, by number of requests: per verified draft, proposal of 4 drafts, step with late entries, and
+# late entry. Measured on an H100 with the shapes of Llama-8B and, for drafts, Llama-1B. The engine measured at most 64
+# requests, so 256 requests have the shares of 64.
 MEASURED_SHARES = {1: (0.03, 0.79, 2.4, 0.001), 64: (0.0015, 1.12, 2.0, 0.001), 256: (0.0015, 1.12, 2.0, 0.001)}
 
 
@@ -174,7 +174,7 @@ def test_proposing_resumes_after_drafts_become_right(num_requests):
     decodes = Decodes(0.01, num_requests, 512, proposal_share=1.0, late_share=0.001)
     assert decodes.run_steps(300, accepts=False) < 12
     decodes.run_steps(800, accepts=True)
-    # Many old requests would have to catch up, so new requests profit first.
+    # Many old requests have too many late entries to resume soon, so test new requests.
     if num_requests > 1:
         decodes.start_requests()
         decodes.run_steps(20, accepts=True)
@@ -190,7 +190,7 @@ def test_drafts_of_a_model_wait_until_its_entries_of_the_prompt_exist():
     decodes = Decodes(0.01, max_step_tokens=64, proposal_share=0.5, late_share=0.0001, prompt_len=200)
     assert decodes.run_steps(3, accepts=True) == 0
     assert decodes.run_steps(20, accepts=True) == 20
-    # 209 tokens of the prompt, and 4 tokens of the steps. Proposing computes the entry of the last token.
+    # 209 tokens precede the first step, and 4 steps add one each. The proposal computes the entry of the last token.
     assert decodes.num_late_draft_entries[:5] == [64, 64, 64, 20, 0]
 
 
@@ -222,7 +222,7 @@ def test_drafts_return_soon_after_text_begins_to_repeat():
     decodes = Decodes(0.03)
     decodes.run_steps(300, accepts=False)
     assert decodes.choose() == [0]
-    # Tokens that equal unused proposals count as evidence.
+    # A sampled token that equals a draft counts as success, although the step did not verify the draft.
     decodes.run_steps(5, accepts=True)
     assert decodes.choose()[0] > 0
 

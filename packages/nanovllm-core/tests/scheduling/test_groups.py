@@ -1,4 +1,4 @@
-"""Requests in groups with caches and rows of their own: which group a request joins, and limits of each group."""
+"""Groups of requests have their own caches and rows. Tests which group a request joins, and each group's limits."""
 
 import numpy as np
 
@@ -57,7 +57,7 @@ def test_each_group_computes_at_most_its_own_budget_of_tokens():
     for key in range(3):
         add_request(scheduler, key, [key + 2] * 200)
     shape = run_step(scheduler).plan.shape
-    # The third prompt fills the rest of one group's budget with whole blocks.
+    # Each group computes a prompt of 200 tokens. One group also computes whole blocks of the third prompt.
     num_tokens = 200 + (MAX_GROUP_TOKENS - 200) // BLOCK_SIZE * BLOCK_SIZE
     assert (shape.num_reqs, shape.num_tokens) == (2, num_tokens)
     assert scheduler.counters.num_computed_tokens == num_tokens + 200

@@ -40,14 +40,14 @@ def complete(scheduler: Scheduler, step: ScheduledStep) -> None:
 
 
 def run_step(scheduler: Scheduler) -> list[int]:
-    """Run a step. Returns the number of tokens that it computed of each of its requests."""
+    """Run a step. Returns the number of computed tokens of each request, in the order of the plan."""
     step = scheduler.schedule()
     complete(scheduler, step)
     return step.plan.scheduled.num_tokens.tolist()
 
 
 def run_step_by_key(scheduler: Scheduler) -> dict[int, int]:
-    """Run a step. Returns the number of tokens that it computed of each request, by request key."""
+    """Run a step. Returns the number of computed tokens by request key."""
     step = scheduler.schedule()
     rows, num_tokens, _ = step.plan.scheduled
     keys = scheduler.rows.keys[rows].tolist()
@@ -207,7 +207,8 @@ def test_a_chunk_drops_a_mostly_idle_last_round_if_attention_takes_most_of_the_t
 
 @pytest.mark.parametrize(("limit_s", "expected"), [(0.0190, 928), (0.0165, 512)])
 def test_a_chunk_is_cut_where_its_last_round_of_attention_would_exceed_the_limit(limit_s, expected):
-    # In 19 ms, 960 tokens fit by their pairs, but only 928 in two whole rounds. In 16.5 ms, round 2 is too idle.
+    # By their attention pairs alone, 960 tokens take less than 19 ms. In whole rounds, only 928 tokens fit.
+    # With 16.5 ms, round 2 would be mostly idle, so the chunk ends after round 1 (512 tokens).
     scheduler = make_fitted_scheduler(
         StepLimits(8192, prompt_step_limit_s=limit_s, attention_estimator=ESTIMATOR), 1e-5, 2e-8
     )

@@ -73,7 +73,7 @@ def test_a_step_that_gives_each_request_a_block_makes_two_calls_per_request():
 
 
 def count_new_blocks(num_blocks: int, num_steps: int) -> tuple[list[int], list[int]]:
-    """Run decodes whose blocks are full at different times.
+    """Run decode steps of requests whose blocks become full at different times.
 
     Returns the number of new blocks of each step, and the number of unneeded blocks of each request at the end.
     """
@@ -88,7 +88,7 @@ def count_new_blocks(num_blocks: int, num_steps: int) -> tuple[list[int], list[i
         step = scheduler.schedule()
         new_blocks.append(len(step.plan.new_blocks.rows))
         scheduler.complete(step, StepResults(np.full(num_requests, 7, np.int32), ()))
-    # The last token has been sampled, but not computed.
+    # The last token has been sampled, but not computed, so it needs no cache slot yet.
     unneeded_blocks = [
         len(request.block_ids) - -(-(request.num_tokens - 1) // BLOCK_SIZE) for request in scheduler.running_requests
     ]
@@ -102,7 +102,7 @@ def test_all_requests_get_blocks_in_one_step_if_many_blocks_are_free():
 
 
 def test_scarce_blocks_go_only_to_requests_that_need_one_now():
-    # Each prompt has three blocks, and three more are free per request: less than four per request.
+    # Each prompt takes three blocks, so three per request stay free. Early blocks need four free blocks per request.
     new_blocks, unneeded_blocks = count_new_blocks(6 * BLOCK_SIZE, 3 * BLOCK_SIZE)
     assert new_blocks == [1] * 3 * BLOCK_SIZE
     assert max(unneeded_blocks) == 0
@@ -150,7 +150,7 @@ def test_blocks_of_an_answer_are_registered_at_intervals_and_at_its_end():
     for _ in range(100):
         run_step(scheduler, 1)
         num_committed_blocks.append(request.num_committed_blocks)
-    # After the steps, 40 to 138 tokens are computed. A finished request holds no blocks.
+    # After steps 1 to 99, 40 to 138 tokens are computed. Step 100 ends the request, which then holds no blocks.
     interval = max(COMMIT_INTERVAL_TOKENS, BLOCK_SIZE)
     expected = [max(2, computed // interval * (interval // BLOCK_SIZE)) for computed in range(40, 139)] + [0]
     assert num_committed_blocks == expected

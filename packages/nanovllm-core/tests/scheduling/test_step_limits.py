@@ -23,7 +23,7 @@ TARGET_STEP_S, PROMPT_STEP_LIMIT_S = 0.025, 0.05
 MAX_STEP_TOKENS = 8192
 PADDED_TOKENS = tuple(mixed_sizes(MAX_STEP_TOKENS))
 ESTIMATOR = AttentionEstimator(tile_tokens=32, tiles_per_round=16)
-# Maximum excess of a step over its limit, as a share. The model knows neither padding, noise nor the roofline's knee.
+# Share by which a step may exceed its limit: the linear model predicts neither noise nor the bend in `true_seconds`.
 MAX_EXCESS = 0.2
 
 

@@ -1,4 +1,4 @@
-"""The step-time model: how it fits observations, and how long the chunks are that it allows."""
+"""Tests how the step-time model fits observations, and which length of a chunk it allows."""
 
 import math
 import random

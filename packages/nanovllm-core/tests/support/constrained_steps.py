@@ -43,9 +43,9 @@ class FinishedStep:
 
 
 class CountingMatcher:
-    """After n tokens, the mask allows token n only. `accept` takes `max_tokens` tokens of any kind, then raises.
+    """After n tokens, the mask allows only token n. `accept` takes any `max_tokens` tokens, then raises.
 
-    calls: receives the number of rows of each call for all rows.
+    calls: list to which each batch call (`accept_all`, `fill_masks`) adds its number of matchers.
     """
 
     end_ids = frozenset({END})
@@ -57,7 +57,7 @@ class CountingMatcher:
 
     def accept(self, token: int) -> bool:
         if self.count == self.max_tokens:
-            # The count is wrong after an error, as the state of any other matcher may be.
+            # Make the state invalid, as that of a real matcher may be after an error.
             self.count = -1
             raise RuntimeError("too deep")
         self.count += 1

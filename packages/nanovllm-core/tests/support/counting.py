@@ -1,4 +1,4 @@
-"""Counts the functions that a piece of work calls: unlike its time, the count is the same on every machine."""
+"""Counts the calls that a function makes. Unlike its time, the count is the same on every machine."""
 
 import gc
 import sys
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 def count_calls(work: Callable[..., object], *args: object) -> Counter[str]:
-    """The number of functions that `work` calls: Python functions ("call") and C functions ("c_call")."""
+    """Count the profiler events of `work`, such as calls of Python functions ("call") and of C functions ("c_call")."""
     counts: Counter[str] = Counter()
     # A garbage collection would add calls of finalizers.
     gc.disable()

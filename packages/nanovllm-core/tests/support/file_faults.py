@@ -48,7 +48,7 @@ def use_files(directory: Path, identity: bytes, seed: int, pipe: Connection) -> 
     """Write and read random blocks until `pipe` has a message, then send the totals."""
     drop_privileges()
     logging.disable()
-    # An error in the background would otherwise only be printed.
+    # By default, an error in a background thread would only be printed.
     threading.excepthook = lambda _: os._exit(2)
     block_files._SUSPENSION_S = block_files._SCAN_RETRY_S = block_files._SCAN_INTERVAL_S = 0.02
     rng, totals = random.Random(seed), Counter()

@@ -82,7 +82,7 @@ def is_object(text: bytes) -> bool:
 
 
 def is_list(text: bytes) -> bool:
-    # From the inside out.
+    # Replace innermost lists by an item until no list is left.
     while (shorter := re.sub(rb"\([a-c](,[a-c])*\)", b"a", text)) != text:
         text = shorter
     return re.fullmatch(rb"[a-c](,[a-c])*", text) is not None

@@ -118,7 +118,7 @@ class Device:
         return self.tokens[row][-1]
 
     def verify(self, row: int, hidden_states: list[tuple[int, int, int]]) -> list[int]:
-        """Sample after the last token and after each draft; keep the right drafts and one more token."""
+        """Sample after the last token and after each draft, up to the first wrong draft. Returns the sampled tokens."""
         drafts = self.drafts[row][: len(hidden_states) - 1]
         self.computed[row] -= len(drafts)
         tokens = [self.sample(row, hidden_states[0][2])]
@@ -141,7 +141,7 @@ class Device:
         return self.rng.randrange(self.max_drafts + 1)
 
     def score(self, part: PromptLogprobsRange, hidden_states: list[tuple[int, int, int]]) -> PromptLogprobs:
-        """Digests in place of log-probabilities: each covers a prompt token and the tokens before it in the cache."""
+        """Return digests in place of log-probabilities. Each covers a prompt token and the cached tokens before it."""
         ranks = []
         for row, position, prefix_digest in hidden_states[
             part.first_logits_index : part.first_logits_index + part.num_tokens
@@ -152,7 +152,7 @@ class Device:
 
 
 class SimulatedHost:
-    """Host memory whose copies take several steps. An entry may be read or written at any time until its copy ends.
+    """Host memory whose copies take several steps. A copy may read or write its entry at any time before it ends.
 
     Some copies fail: they leave garbage.
     """
@@ -163,7 +163,7 @@ class SimulatedHost:
         self.num_failures = 0
         self.contents: dict[tuple[EntryKind, int], list[int | None]] = {}
         self.done = Counter[Direction]()
-        # Batches in flight with their parts that are not copied yet, by direction.
+        # Batches in flight by direction. A batch is a list of the parts that are not copied yet.
         self.pending: dict[Direction, deque[list[EntryCopies]]] = {direction: deque() for direction in Direction}
 
     def launch(self, batches: Sequence[CopyBatch]) -> None:
@@ -319,7 +319,7 @@ def expected_scores(request: RequestState) -> list[int]:
 
 
 def held_by_copies(tier: HostTier | None, group: int, kind: EntryKind) -> list[int]:
-    """The entries of a cache that copies hold, without the blocks of requests that wait for loads."""
+    """Entries in a group's cache that loads and stores hold, without the blocks that waiting requests hold."""
     if tier is None:
         return []
     loads = [*tier._new_loads, *(load for batch in tier._in_flight[Direction.LOAD] for load in batch.loads)]
@@ -331,7 +331,7 @@ def held_by_copies(tier: HostTier | None, group: int, kind: EntryKind) -> list[i
 def check_ownership(
     cache: CacheManager, requests: list[RequestState], held_blocks: Sequence[int], held_slots: Sequence[int]
 ) -> None:
-    """Check the holders of all blocks and slots. requests: all of the cache's group with a row or a load."""
+    """Check the holders of all blocks and slots. requests: those of the cache's group that have a row or a load."""
     num_holders = Counter(block for request in requests for block in request.block_ids) + Counter(held_blocks)
     pool = cache.pool
     for block in range(1, pool.num_blocks + 1):
@@ -375,7 +375,7 @@ class Trace:
         rng = self.rng = random.Random(seed)
         self.block_size = rng.choice([2, 4, 16])
         self.eos_rate = rng.choice([0, 30, 200])
-        # Checkpoints are at multiples of 64 tokens.
+        # Checkpoints are at multiples of 64 tokens, so recurrent models need more tokens per request.
         is_recurrent = rng.random() < 0.2
         self.max_model_len = 150 if is_recurrent else rng.choice([24, 64])
         blocks_per_request = -(-self.max_model_len // self.block_size)
@@ -388,7 +388,7 @@ class Trace:
             "hash_algorithm": rng.choice(["fast", "sha256"]),
             "watermark": rng.choice([0, 0.1]),
         }
-        # A decode with drafts may fill at most one new block.
+        # A decode with drafts may fill at most one new block, so `block_size - 1` drafts are the maximum.
         max_drafts = 0 if is_recurrent or num_groups > 1 else rng.choice([0, 1, self.block_size - 1])
         num_slots = max_num_seqs + prefix_caching * rng.choice([1, 3, 20]) if is_recurrent else 0
         self.rows_per_group = max_num_seqs
@@ -594,7 +594,7 @@ def check_block_of_traces(block: int, num_groups: int) -> None:
             num_from_files += tier.counters.num_file_tokens
             num_failed_loads += tier.counters.num_failed_loads
             num_computed += tier.counters.num_rejected_tokens
-    # Otherwise the traces would not cover the difficult cases.
+    # Check that the traces cover the difficult cases.
     assert num_preemptions > 100
     assert num_hits > 1000
     assert num_resumed > 2

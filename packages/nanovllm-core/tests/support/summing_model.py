@@ -15,7 +15,7 @@ VOCAB, LONGEST, MARGIN = 97, 256, 60.0
 
 
 def sum_entries(ids: Tensor, ctx: ForwardContext, cache_index: int, shift: int) -> tuple[Tensor, Tensor]:
-    """Write `ids` to the cache. Returns for each token the sum of the entries up to it, and the request's first entry.
+    """Write `ids` to the cache. Returns, per token, the sum of entries up to the token and the request's first entry.
 
     An entry at position p counts (p + 1 + shift) times.
     """
@@ -44,7 +44,7 @@ def make_logits(tokens: Tensor) -> Tensor:
 
 
 class SummingLM:
-    """Hidden states are pairs (sum, first token). error_interval: the model errs if this number divides the sum."""
+    """Hidden states are pairs (sum, first token). A prediction is wrong if `error_interval` divides the sum."""
 
     def __init__(self, error_interval: int | None, build: BuildContext):
         self._error_interval = error_interval
@@ -66,7 +66,7 @@ class SummingLM:
 
 
 class SummingHead:
-    """Adds the next token to the sum. Errs if the entries of its own cache have another sum."""
+    """Adds the next token to the sum. The prediction is wrong if the entries of the head's cache have another sum."""
 
     def forward(self, input_ids: Tensor, positions: Tensor, hidden: Tensor, ctx: ForwardContext) -> Tensor:
         own_sums, _ = sum_entries(input_ids, ctx, 1, 1)

@@ -21,7 +21,7 @@ from nanovllm_core.layers.weights import load_weights
 
 VOCAB, HIDDEN, LONGEST, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 97, 64, 256, 4, 2, 16, 2
 EOS = 5
-# Words for grammars, each of which is one token. `toy_vocabulary` adds most printable characters as tokens.
+# Words that grammars contain. Each word is one token. `toy_vocabulary` adds most printable characters as tokens.
 WORDS = (b'{"', b'": ', b'", "', b"true", b"null", b"  ", b"ab", b"</t", b"hink>", b"\xc3", b"\xa9")
 
 
@@ -87,7 +87,7 @@ class ToyLM(nn.Module):
 
 
 class SmallLM(ToyLM):
-    """A draft model for the toy model: often agrees, because it has the same embedding and head."""
+    """A draft model for the toy model. Its drafts are often right, because it has the same embedding and head."""
 
     num_layers, kv_heads = 1, 4
 
@@ -215,6 +215,6 @@ def make_oracle(*, fp8_cache: bool = False) -> Callable[[list[int], int], list[i
 
 
 def make_prompt_oracle() -> Callable[[list[int]], Tensor]:
-    """Returns a function: log-probabilities [n - 1, vocab] of the token after each token of a prompt but the last."""
+    """Returns a function from n prompt tokens to log-probabilities [n - 1, vocab]: row i is for prompt token i + 1."""
     model = build_toy("toy", BuildContext(torch.device("cpu"), torch.float32, ParallelContext()))
     return lambda prompt: dense_logits(model, prompt, fp8_cache=False)[:-1].log_softmax(-1)

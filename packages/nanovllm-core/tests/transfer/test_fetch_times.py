@@ -1,4 +1,4 @@
-"""The decision whether to fetch a prompt."""
+"""Tests when a prompt is fetched from a peer, and when it is computed instead."""
 
 from nanovllm_core.transfer.fetch_times import FetchTimes
 

@@ -233,7 +233,7 @@ async def test_the_decode_engine_computes_if_the_peer_is_down(secret, oracle, mo
         await wait_until(lambda: not peer_of(engine).is_ready)
         assert await generate(engine, prompts[1]) == oracle(prompts[1], ANSWER_LEN)
         assert outcomes_of(engine) == {"lost": 1, "peer_down": 1}
-        # The prompt waited for 2 s, and was then computed. The wait alone would seem short for a slow prompt.
+        # The first prompt waited for 2 s and was then computed. Its time counts both: the wait alone would seem short.
         ((num_tokens, fetch_s, compute_s),) = observed
         assert (num_tokens, compute_s) == (FETCHED, SLOW_PROMPT_S)
         assert fetch_s > 1.5 + SLOW_PROMPT_S
@@ -337,7 +337,7 @@ async def test_leases_end_without_their_client(secret, monkeypatch):
 
 
 async def test_no_entry_is_sent_whose_lease_ended_before_its_checksum_was_computed(secret, oracle, monkeypatch):
-    """The slot may then have the contents of another block, which agree with the checksum."""
+    """After the lease, the slot may have the contents of another block. Their checksum would be right."""
     original = prefix_server._checksums_of
 
     def overwrite(slots):
@@ -359,7 +359,7 @@ async def test_no_entry_is_sent_whose_lease_ended_before_its_checksum_was_comput
 
 
 def keep_expiries(welcome: Callable[..., None]) -> Callable[..., None]:
-    """`PrefixServer._welcome`, as if messages with the keys of fetches were lost."""
+    """Make `PrefixServer._welcome` ignore the keys of fetches, so that it extends no lease."""
     return lambda server, client, hello: welcome(server, client, msgspec.structs.replace(hello, keys=[]))
 
 

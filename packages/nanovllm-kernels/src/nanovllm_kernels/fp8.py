@@ -32,7 +32,7 @@ def make_scales(kv_cache: Tensor) -> Tensor:
 
 
 def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Round `x` [..., D] to e4m3 by the smallest scales without overflow. Returns (values, uint8 exponents [...])."""
+    """Round `x` [..., D] to e4m3 with the smallest scales that do not overflow. Returns (values, uint8 exponents)."""
     x = x.float()
     exponents = (x.abs().amax(-1).view(torch.int32) + CARRY_ABOVE_MAX_SIGNIFICAND) >> 23
     exponents = (exponents - MAX_E4M3_EXPONENT).clamp_(min=MIN_SCALE_EXPONENT)
@@ -41,7 +41,7 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantize(values: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor:
-    """Invert `quantize`. float32 and bfloat16 results are exact. NaN becomes a number."""
+    """Invert `quantize`. float32 and bfloat16 results are exact. An e4m3 NaN becomes a finite number."""
     # float16 cannot hold the smallest scales.
     product_dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
     scales = (exponents.int() << 23).view(torch.float32).to(product_dtype)

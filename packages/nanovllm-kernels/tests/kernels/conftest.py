@@ -35,7 +35,7 @@ def device() -> str:
 
 @pytest.fixture(autouse=True)
 def interpreter_that_rounds_to_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fix Triton 3.6's interpreter: it loses a carry when it rounds to a type that numpy lacks (31.5 becomes 16)."""
+    """Fix Triton 3.6's interpreter: rounding to a type that numpy lacks loses a carry (31.5 becomes 16, not 32)."""
     if not INTERPRETED:
         return
     import triton.language as tl

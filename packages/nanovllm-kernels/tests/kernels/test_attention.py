@@ -297,7 +297,7 @@ def test_backends_match_float64(device, paged_batch, naive_attention, dtype, hea
             device=device,
         )
         if backend != "cutedsl":
-            # Unlike our kernels, FlashAttention multiplies values after a request's last token by 0: NaN would stay.
+            # Unlike our kernels, FlashAttention multiplies values after a request's last token by 0. NaN * 0 is NaN.
             batch.kv_cache.nan_to_num_()
         expected = naive_attention(batch)
         for knows_decodes in (True, False):
@@ -347,7 +347,7 @@ def test_chunks_are_split_between_flash_attention_and_work_lists(
     batch = paged_batch(
         requests, num_heads=32, num_kv_heads=8, head_dim=128, page_size=16, dtype=torch.bfloat16, device=device
     )
-    # FlashAttention multiplies values after a request's last token by 0: NaN would stay.
+    # FlashAttention multiplies values after a request's last token by 0, and NaN * 0 is NaN.
     batch.kv_cache.nan_to_num_()
     out = attend(batch, knows_decodes=knows_decodes, backend=backend)
     torch.testing.assert_close(out.double(), naive_attention(batch), atol=2e-2, rtol=0)

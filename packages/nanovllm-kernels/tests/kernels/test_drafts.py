@@ -13,7 +13,7 @@ def ints(device, *values):
 
 
 def make_tables(num_rows, max_len, alphabet, device):
-    """Return token ids below `alphabet`, and counts of computed tokens. Two of more than 3 rows are almost full."""
+    """Return token ids below `alphabet`, and counts of computed tokens. Among more than 3 rows, two are almost full."""
     tokens = torch.randint(0, alphabet, (num_rows, max_len), dtype=torch.int32)
     num_computed = torch.randint(0, max_len + 1, (num_rows,), dtype=torch.int32)
     if num_rows > 3:
@@ -83,7 +83,7 @@ def test_few_pieces_search_several_blocks_each(device, monkeypatch):
     monkeypatch.setattr(triton_drafts, "SEARCH_BLOCK", 16)
     monkeypatch.setattr(triton_drafts, "MAX_SEARCH_PROGRAMS", 12)
     assert check_proposal(6, 150, 3, (4, 2, 5), device) == 4
-    # More pieces than the copy of drafts reads at a time.
+    # Use more pieces than the kernel reads at a time when it copies drafts.
     monkeypatch.setattr(triton_drafts, "MAX_SEARCH_PROGRAMS", 600)
     monkeypatch.setattr(triton_drafts, "PIECE_BLOCK", 4)
     assert check_proposal(3, 300, 3, (4, 2, 5), device) == 4

@@ -198,7 +198,7 @@ def test_forbidden_sequences_match_reference(device, num_sequences, length, posi
 
 
 def test_rows_with_other_options_do_not_change_a_rows_draw(device):
-    """All operators on all rows must draw the same tokens as, for each row alone, only the operators that it needs."""
+    """Run all operators on all rows. Each row alone must draw the same token with only the operators that it needs."""
     torch.manual_seed(3)
     num_rows, vocab_size = 32, 3000
     logits = (torch.randn(num_rows, vocab_size) * 3).to(device)

@@ -239,14 +239,14 @@ def test_requests_for_another_kernel_are_gathered_in_order(device, monkeypatch):
 
 
 def test_query_lengths_are_split_between_narrow_and_wide_tiles():
-    # Decodes and few queries use narrow tiles, chunks wide tiles.
+    # Narrow tiles take decodes and requests of few queries. Wide tiles take chunks.
     assert split_query_lens(4, 32, 1, 512) == (range(1, 5), range(5, 513))
-    # Another kernel takes the decodes: one launch takes all other requests.
+    # If another kernel takes the decodes, one launch takes all other requests.
     assert split_query_lens(4, 32, 2, 512) == (range(0), range(2, 513))
-    # A step that verifies draft tokens, and a step of decodes.
+    # Without chunks (steps that verify draft tokens, and steps of decodes), all requests use narrow tiles.
     assert split_query_lens(4, 32, 1, 4) == (range(1, 5), range(0))
     assert split_query_lens(4, 32, 1, 1) == (range(1, 2), range(0))
-    # Both kinds of tile are equal.
+    # If narrow and wide tiles have the same size, one launch takes all requests.
     assert split_query_lens(1, 1, 1, 512) == (range(0), range(1, 513))
     for min_len in (1, 2):
         for max_len in (1, 3, 4, 5, 700):

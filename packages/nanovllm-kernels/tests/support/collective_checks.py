@@ -215,7 +215,7 @@ def check_graph(communicator: Communicator, num_rows: int, hidden_size: int, dev
     weight = torch.ones(hidden_size, dtype=dtype, device=device)
 
     def compute() -> tuple[Tensor, ...]:
-        # Copies, because collectives overwrite their arguments.
+        # Pass copies, because collectives overwrite their arguments.
         new_residual, normed = communicator.all_reduce_norm(x.clone(), residual.clone(), weight, EPS, dtype)
         sums = communicator.all_reduce(x[:num_rows].clone())
         scattered = communicator.reduce_scatter(x)

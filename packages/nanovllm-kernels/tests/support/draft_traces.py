@@ -34,8 +34,8 @@ class LayerShape:
 class TraceSettings:
     """Settings of `DraftTraces`. A trace is a request with random drafts.
 
-    prompt_lens: numbers of tokens before the traces. After CHECKPOINT_INTERVAL - 1 tokens, the first decode saves a
-        checkpoint. The last number must not be 0.
+    prompt_lens: numbers of tokens before the traces. If a number is CHECKPOINT_INTERVAL - 1, the first decode of its
+        traces saves a checkpoint. The last number must not be 0.
     plain_has_ring: whether the run without drafts also has caches with rows for drafts (a ring).
     """
 

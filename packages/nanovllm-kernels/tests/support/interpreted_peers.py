@@ -80,7 +80,7 @@ def put(units: tl.tensor, region: tl.tensor, slots: tl.tensor) -> None:
 
 
 def take(like: tl.tensor, region: tl.tensor, slots: tl.tensor) -> tl.tensor:
-    """Like `gluon_peer_memory.take`. Exact units have two elements, each in the lower half of a 64-bit word."""
+    """Like `gluon_peer_memory.take`. A unit of two elements has each element in the lower half of a 64-bit word."""
     indices, is_exact = slots.handle.data[:, 0], like.handle.data.shape[1] == 2
     sources, taken_units = _map_slots(region, indices), np.flatnonzero(indices >= 0)
     deadline = time.monotonic() + TIMEOUT_S

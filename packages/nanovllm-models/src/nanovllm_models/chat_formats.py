@@ -201,7 +201,7 @@ def detect_chat_format(architecture: str | None, template: str) -> ChatFormat:
         (known for known in TOOL_CALL_FORMATS.values() if all(marker in template for marker in known.template_markers)),
         None,
     )
-    # A template that mentions tools tells the model how to write calls, so no default applies.
+    # A template that mentions tools tells the model how to write calls. If this format is unknown, no default applies.
     if tool_calls is None and "tool" not in template:
         tool_calls = FORMAT_BY_ARCHITECTURE.get(architecture or "", HERMES)
     return ChatFormat(reasoning, tool_calls)

@@ -207,7 +207,7 @@ class DeepseekV3Layer(nn.Module):
             self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, build, quantization=mlp_quantization)
 
     def before_attention(self, stream: ResidualStream) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the residual stream [T, hidden] after all additions, and queries and latents for `self_attn`."""
+        """Return the residual stream [T, hidden] with all ranks' results added, and queries and latents."""
         x, layer_input, norm = self.input_layernorm.add_partials(stream)
         return x, *self.self_attn.project(layer_input, norm)
 

@@ -116,7 +116,7 @@ def _build_directory(directory: Path, progress: bool | None) -> None:
             },
         }
         (new_directory / MANIFEST_NAME).write_text(json.dumps(manifest, indent=2) + "\n")
-        # `rename` can't replace a directory that is not empty.
+        # Move the old directory away, because `rename` can't replace a directory that is not empty.
         if directory.exists():
             directory.rename(work_directory / "old")
         new_directory.rename(directory)

@@ -36,9 +36,10 @@ def find_length_bound(backend: tokenizers.Tokenizer) -> TokenCountBound | None:
         return None
     vocabulary = backend.get_vocab(with_added_tokens=True)
     dropped_bytes = {byte for character, byte in BYTE_BY_CHARACTER.items() if character not in vocabulary}
-    # The tokenizer drops bytes without a token. Each character outside ASCII has a UTF-8 byte from 0x80 to 0xBF.
+    # The tokenizer drops bytes without a token. Each character outside ASCII has a UTF-8 byte from 0x80 to 0xBF, so
+    # without a token for such a byte, the tokenizer may drop any of these characters.
     if any(0x80 <= byte < 0xC0 for byte in dropped_bytes):
         return None
-    # The name of a byte-level token has one character per byte.
+    # The name of a byte-level token has one character per byte of text, so its length bounds the number of characters.
     max_token_characters = max(map(len, vocabulary)) * (MAX_COMPOSED_CHARACTERS if normalizers else 1)
     return TokenCountBound(max_token_characters, tuple(chr(byte) for byte in dropped_bytes if byte < 0x80))

@@ -185,7 +185,7 @@ class LlamaLayer(nn.Module):
         )
 
     def before_attention(self, stream: ResidualStream) -> tuple[Tensor, Tensor]:
-        """Return the residual stream [T, hidden] after all additions, and the input of `self_attn`."""
+        """Return the residual stream [T, hidden], with all ranks' results added, and the input of `self_attn`."""
         x, layer_input, norm = self.input_layernorm.add_partials(stream)
         return x, self.self_attn.qkv_proj.forward(layer_input, norm)
 

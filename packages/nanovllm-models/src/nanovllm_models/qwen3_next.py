@@ -185,7 +185,7 @@ class Qwen3NextLayer(nn.Module):
         self._is_norm_fused = mlp_quantization is None
 
     def before_mix(self, stream: ResidualStream) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the residual stream [T, hidden] after all additions, and the two inputs of `mix`."""
+        """Return the residual stream [T, hidden], with all ranks' results added, and the two inputs of `mix`."""
         x, layer_input, norm = self.input_layernorm.add_partials(stream)
         return x, *(self.self_attn if self.has_attention else self.linear_attn).project(layer_input, norm)
 
@@ -291,7 +291,7 @@ class MTPHead(nn.Module):
         self.layers = nn.ModuleList([layer])
 
     def forward(self, embedded: Tensor, rotation: Rotation, hidden: Tensor, ctx: ForwardContext) -> Tensor:
-        """Return hidden states [T, hidden]. embedded: [T, hidden], embedding of the next token of each `hidden` row."""
+        """Return hidden states [T, hidden]. embedded: [T, hidden], embedding of the token after each `hidden` row."""
         (layer,) = self.layers
         normed = self.pre_fc_norm_embedding.forward(embedded), self.pre_fc_norm_hidden.forward(hidden)
         x = self.fc.forward(torch.cat(normed, 1)).to(embedded.dtype)

@@ -74,7 +74,7 @@ class SegmentCache:
         with self._lock:
             for segment, ids in encoded.items():
                 entry_bytes = _entry_bytes(segment, ids)
-                # Two threads may encode the same segment at the same time.
+                # The segment may be cached already, because two threads may encode a segment at the same time.
                 if segment not in self._entries and entry_bytes * MIN_SEGMENTS <= self._max_bytes:
                     self._entries[segment] = ids
                     self._num_bytes += entry_bytes

@@ -5,9 +5,9 @@ from typing import Any
 
 
 def component_states(component: Any) -> list[dict[str, Any]]:
-    """Return a component's state, as tokenizer.json contains it, in a list.
+    """Return a list with a component's state, in the form that tokenizer.json has.
 
-    The list has the state of each member if the component is a (nested) sequence. The list is empty for None.
+    For a (nested) sequence, the list has the state of each member. For None, the list is empty.
     Raises an exception of the tokenizers library for a component that is written in Python.
     """
     return [] if component is None else _flatten_sequences(json.loads(component.__getstate__()))

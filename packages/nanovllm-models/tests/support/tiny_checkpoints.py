@@ -22,7 +22,7 @@ Published layouts, from config.json and index files (July 2025 to January 2026):
 
 Each quantised `x.weight` [N, K] has scales `x.weight_scale_inv` [ceil(N / 128), ceil(K / 128)].
 `quantization_config` has quant_method fp8, activation_scheme dynamic, weight_block_size [128, 128], and fmt e4m3
-(MiniMax: float8_e4m3fn). modules_to_not_convert differs:
+(MiniMax: float8_e4m3fn). modules_to_not_convert depends on the publisher:
 
 - Qwen lists full names of modules: lm_head, norms, routers.
 - MiniMax lists ends of names: gate, e_score_correction_bias, lm_head.
@@ -60,7 +60,7 @@ LINEAR = r"(q|k|v|o|gate|up|down|q_a|q_b|kv_b)_proj|kv_a_proj_with_mqa|w[123]|in
 QUANTIZED = re.compile(rf".*\.layers\.\d+\..*\.({LINEAR})\.weight")
 FLOAT32 = re.compile(r".*(e_score_correction_bias|block_sparse_moe\.gate\.weight)")
 BF16_SCALES = ("qwen3", "qwen3_moe", "qwen3_next")
-# `modules_to_not_convert` by family; None: config.json has no such field. Other families list their plain modules.
+# `modules_to_not_convert` by family; None: config.json has no such field. Other families list unquantised modules.
 KEPT = {
     "minimax_m2": ["gate", "e_score_correction_bias", "lm_head"],
     "deepseek_v3": None,

@@ -165,7 +165,7 @@ SUCCESSOR_LEAD = 12.0
 
 
 def make_wide_model(family: str, *, reduced: bool, device: str, dtype: torch.dtype) -> PreTrainedModel:
-    """A seeded model of `family` with two layers. reduced: widths of `REDUCED` instead of published widths."""
+    """Return a seeded model of `family` with two layers. reduced: widths of `REDUCED` instead of published widths."""
     fields = COMMON | PUBLISHED[family] | (REDUCED[family] if reduced else {})
     with torch.device(device):
         model = build_model(family, fields, dtype)
@@ -185,7 +185,7 @@ def _draw_weight(name: str, weight: Tensor, gains: dict[str, float]) -> None:
     if "rotary_emb" in name:
         return
     if name.endswith("A_log"):
-        # Each token scales the state by 0.3 to 0.99. With transformers' initial weights, it decays within a few tokens.
+        # Each token scales the state by 0.3 to 0.99. transformers' initial weights would erase it within a few tokens.
         weight.uniform_(-5, 0)
     elif name.endswith("e_score_correction_bias"):
         weight.normal_(0, 0.1)

@@ -106,7 +106,7 @@ def _read_role(options: argparse.Namespace, given_flags: list[str]) -> tuple[Tra
     if not peers:
         raise SettingsError(f"--role decode needs {_PEERS}: HOST:PORT of each prefill server")
     addresses = [_parse_address(_PEERS, peer) for peer in peers]
-    # The engine compares addresses of requests with these addresses as text.
+    # Write all addresses in one form: the engine compares them, as text, with the addresses in requests.
     overrides["transfer_peers"] = tuple(dict.fromkeys(join_address(*address) for address in addresses))
     return TransferSettings(role=role), overrides
 

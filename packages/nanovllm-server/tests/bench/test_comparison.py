@@ -11,8 +11,8 @@ import pytest
 
 from nanovllm_server.bench import bench_cli
 
-# A stand-in for the part of vLLM that our program in the peer's process uses. Logs to stdout, as vLLM does, and records
-# all arguments in a file.
+# A stand-in for the part of vLLM that `peer_vllm.py` uses. The stand-in logs to stdout, as vLLM does, and records all
+# arguments in a file.
 FAKE_VLLM = """
 import json, os, sys, time
 from types import SimpleNamespace
@@ -126,8 +126,8 @@ def test_trace_flag_writes_every_step(run_bench, tmp_path, capsys):
     assert bench_cli.main(["trace", str(trace), "--json", str(figures)]) == 0
     figures_of_trace = json.loads(figures.read_bytes())
     steps = {track["track"]: track["steps"] for track in figures_of_trace["tracks"]}
-    # The warm-up has 4 steps, the run for the first token 1, the measured run 6. There may be more plans: steps
-    # planned beyond the end of a request are not launched.
+    # The warm-up launches 4 steps, the run for the first token 1, and the measured run 6. The engine may plan further
+    # steps beyond the end of a request, but does not launch them.
     assert set(steps) == {"host", "plan", "launch", "output"}
     assert steps["launch"] == steps["output"] == steps["host"] == 11
     # A CPU records no times of the device.
@@ -143,8 +143,8 @@ def test_unwritable_trace_file_is_refused(run_bench, tmp_path, capsys):
 
 
 def test_latency_has_one_case_per_batch(run_bench):
-    # A separate run measures the first token. Answers are long, so that the measured run
-    # takes longer even on a busy machine.
+    # `first` comes from a separate run of one token. Answers are long, so that the measured run takes longer than
+    # `first` even on a busy machine.
     status, result = run_bench(
         "latency", "--batch", "1", "3", "--input-len", "5", "--output-len", "60", "--repeat", "1"
     )
@@ -178,7 +178,7 @@ def test_transformers_does_the_same_work(run_bench, capsys):
 
 
 def test_batches_of_a_peer_are_timed_as_one():
-    """The prompts of each of two batches take 1 s, so that the first tokens take 2 s."""
+    """Each of two batches takes 1 s until its first tokens. The sum is 2 s."""
     from nanovllm_server.bench.offline.peers import run
 
     times = iter([(0.0, 0.0), (0.0, 0.0), (1.0, 4.0), (1.0, 2.0)])
@@ -298,7 +298,7 @@ def test_peer_that_ends_early_is_a_failure(run_bench, fake_vllm, tmp_path, capsy
 
 
 def test_child_processes_of_a_failed_peer_are_killed(run_bench, fake_vllm, tmp_path, capsys):
-    # The forked process holds the pipe that we read.
+    # The forked process keeps the pipe open that we read. Reading ends only if this process is killed.
     fork_and_fail = (
         "import time\npid = os.fork()\nif not pid: time.sleep(600)\nrecord(pid=pid)\nraise RuntimeError('no GPU')\n"
     )

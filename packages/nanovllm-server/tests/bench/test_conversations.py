@@ -33,7 +33,7 @@ SIZE_FLAGS = [
     "--cold-prompts=2",
     "--burst=5",
 ]
-# Requests of the cases returns and burst: the warm-up, the conversations, the cold prompts.
+# Numbers of requests of `returns` and `burst`. Each is the sum of the warm-up, the conversations and the cold prompts.
 NUM_REQUESTS = [2 + 4 * 3 + 2 * 2, 2 + 5 * 2 + 5]
 
 
@@ -47,7 +47,7 @@ def parse_options(*arguments: str) -> CaseOptions[ConversationSizes]:
 
 @pytest.fixture
 def cached_prompts(engine, monkeypatch) -> deque[list[int]]:
-    """The prompts that the engine has cached."""
+    """Makes the engine cache all prompts. Returns the cached prompts."""
     engine.endless, engine.delay = True, 0.0005
     cached_prompts: deque[list[int]] = deque()
 

@@ -128,7 +128,7 @@ def test_llama_cpp_decodes_all_requests_in_one_batch(run_bench, capsys):
     (context,) = [record["context"] for record in records if "context" in record]
     assert context.pop("n_threads") == context.pop("n_threads_batch") == result["environment"]["threads"]
     assert context == {"n_seq_max": 3, "n_outputs_max": 3, "n_ctx": 3 * 256, "n_batch": 15}
-    # A warm-up of 4 tokens, and the run of 6.
+    # The warm-up decodes 4 tokens per request, the run 6. Each call decodes one token of every request.
     decoded = [record for record in records if "tokens" in record]
     assert len(decoded) == 4 + 6
     prompts, *steps = decoded[4:]
@@ -148,7 +148,7 @@ def test_llama_cpp_ends_each_request_at_its_length(run_bench):
     workload = ("--num-requests", "5", "--input-len", "3..9", "--output-len", "2..9", "--max-num-seqs", "2")
     status, result, records = run_bench("throughput", *workload, "--temperature", "0.5")
     assert status == 0
-    # Each token has a row of logits: the tokens of the run, and up to 4 per request of the warm-up.
+    # Each token has a row of logits. The warm-up adds up to 4 tokens for each of the 5 requests.
     logit_rows = sum(len(record["logit_rows"]) for record in records if "tokens" in record)
     (case,) = result["cases"]
     assert case["output_tokens"] < logit_rows <= case["output_tokens"] + 5 * 4

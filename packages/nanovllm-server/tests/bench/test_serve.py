@@ -104,7 +104,7 @@ async def test_concurrency_limits_simultaneous_requests(options, engine):
 async def test_requests_are_sent_at_the_given_rate(options, engine):
     engine.endless = True
     _, (at_once, spread_out) = await serve.measure(replace(options, rates=[None, 20.0]))
-    # Five gaps of 50 ms on average; the same gaps each time.
+    # The six requests have five gaps of 50 ms on average. The random gaps are the same in every run.
     assert spread_out.seconds > 0.1
     assert spread_out.seconds > 2 * at_once.seconds
 

@@ -16,7 +16,7 @@ from nanovllm_server.bench.soak.warm_up import Phase, WarmUp
 
 MIB = 1 << 20
 MAX_PROMPT_WORDS = 20
-# The context of the scripted engine is too short for tools as text.
+# Prompts of `tools` exceed the scripted engine's context. An exchange of `slow reader` takes seconds.
 QUICK_KINDS = [kind for kind in soak_traffic.KINDS if kind not in ("tools", "slow reader")]
 ANSWERED_KINDS = [kind for kind in QUICK_KINDS if kind not in ("disconnect", "incomplete body")]
 

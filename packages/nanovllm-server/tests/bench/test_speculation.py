@@ -62,7 +62,7 @@ async def test_difference_has_its_position_and_margin(pair_runner):
     of_changed, of_shorter = await pair_runner.find_differences(PROMPT, [pair, changed, shorter])
     assert (of_changed.round_index, of_changed.position) == (1, 3)
     assert (of_changed.plain_token, of_changed.drafted_token) == (tokens[3], other)
-    # The greedy token is the likeliest token.
+    # The engine without drafts chose the likeliest token, so a known margin is positive.
     assert of_changed.margin is None or of_changed.margin > 0
     assert of_shorter == Difference(2, 5, tokens[5], None, None)
 
@@ -73,7 +73,7 @@ async def test_prompt_that_does_not_fit_is_refused(pair_runner):
 
 
 def make_runs(*drafted_seconds: float, differences: tuple[Difference, ...] = ()) -> PromptRuns:
-    """Runs of 11 tokens. Runs without drafts take 1 s."""
+    """Makes one pair of runs of 11 tokens per item of `drafted_seconds`. Runs without drafts take 1 s."""
     tokens = tuple(range(11))
     plain = TimedRun(tokens, 1.0, 10, 0, 0)
     pairs = [RunPair(plain, TimedRun(tokens, seconds, 10, 4, 1)) for seconds in drafted_seconds]

@@ -36,7 +36,7 @@ def run_trace(tmp_path, path, *flags: str):
 
 @pytest.fixture
 def trace(tmp_path):
-    """Steps of 1,000 us on the device, 2 us apart, except for the last one, which the host launched late."""
+    """A trace of steps of 1,000 us on the device. The device idles 2 us between steps, and 100 us before the last."""
     lines: list[str] = []
     begin = 0.0
     for step in range(5):

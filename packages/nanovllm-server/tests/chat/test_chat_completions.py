@@ -99,7 +99,7 @@ async def test_tokens_that_are_ready_together_are_one_chunk(post, engine):
 
 
 def join_content(chunks, index=0):
-    """One choice of a stream in the form of a complete answer."""
+    """Joins the chunks of one choice into the form of a complete answer."""
     choices = [chunk["choices"][0] for chunk in chunks if chunk["choices"] and chunk["choices"][0]["index"] == index]
     entries = [entry for choice in choices if choice["logprobs"] for entry in choice["logprobs"]["content"]]
     return {

@@ -46,7 +46,7 @@ async def test_invalid_prompt_logprobs_error_says_what_to_do(post):
 
 
 def test_minus_infinity_is_replaced(vocabulary):
-    """Covers an infinity and a token with half a character."""
+    """The second prompt token has the log-probability minus infinity, and holds half a character."""
     columns = np.float32([-math.inf]), np.int32([320]), np.int32([[258]]), np.float32([[0.0]])
     found = PromptLogprobs(1, *(column.tobytes() for column in columns))
     first, entry = orjson.loads(orjson.dumps(serialize_prompt_logprobs(vocabulary, (258, 0xC3), found)))

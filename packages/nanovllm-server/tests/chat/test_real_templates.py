@@ -20,7 +20,8 @@ pytestmark = pytest.mark.slow
 # This package has the templates of hundreds of models, each under its own licence, so the tests download it.
 PACKAGE = "xinference==4.1.0"
 
-# The first template of DeepSeek-R1 writes calls only if content is null, but the renderer replaces null by "".
+# Prompts of these models lack earlier calls: the first template of DeepSeek-R1 writes calls only if content is null,
+# but the renderer replaces null by "".
 NO_HISTORY = {"deepseek-r1", "deepseek-r1-distill-llama"}
 # By model: reasoning format, tool call format, whether prompts begin reasoning, whether prompts show tools.
 MODELS = {
@@ -89,7 +90,7 @@ async def test_rendered_earlier_call_is_readable_by_the_parser(model, backend):
     answered = (await renderer.render([QUESTION, CALLING, RESULT], [TOOL])).text
     assert "Rain." in answered
     num_shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(asked, answered, strict=False)))
-    # If one text goes on with a reasoning tag and the other with a call, both tags begin with this bracket.
+    # The shared text may end in the bracket with which two different tags begin. The parser needs the whole tag.
     num_shared -= asked[:num_shared].endswith("<")
     parser = model_format.make_parser(asked[:num_shared], {"get_weather": SCHEMA})
     events = parser.push(answered[num_shared:]) + parser.finish()

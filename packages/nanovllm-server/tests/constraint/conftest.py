@@ -47,7 +47,7 @@ class Walker:
         self.vocabulary = TextVocabulary(self.tokenizer.backend)
         tokens, _ = read_vocabulary(path, (END,))
         self.vocab_size = len(tokens)
-        # Different requests often have the same grammar.
+        # Compiled grammars are cached, because different requests often have the same grammar.
         compiler = Compiler(tokens, (END,), self.vocab_size)
         self.compile = functools.cache(lambda spec: _compile(compiler, spec))
         self._ends = [
@@ -56,7 +56,10 @@ class Walker:
         ]
 
     def draw(self, grammar: Grammar, random: Random, goals: tuple[str, ...] = ()) -> tuple[list[int], bool]:
-        """Returns (random tokens that the grammar allows, whether the answer ended). Some tokens spell `goals`."""
+        """Returns (random tokens that the grammar allows, whether the answer ended).
+
+        goals: texts that some of the tokens spell where the grammar allows it.
+        """
         matcher = grammar.start()
         masks = np.zeros((1, -(-self.vocab_size // 32)), np.int32)
         plans = [self.tokenizer.encode(goal, add_special_tokens=False).tolist() for goal in goals]

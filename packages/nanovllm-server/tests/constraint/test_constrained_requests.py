@@ -41,7 +41,7 @@ def set_reply(engine, service, vocabulary):
 
 @pytest.fixture
 def grammar(post, engine):
-    """The grammar that the engine gets for a request."""
+    """A function that sends a request, and returns the grammar that the engine gets."""
 
     async def grammar(**fields):
         response = await post(**fields)
@@ -193,7 +193,7 @@ async def test_finish_reason_depends_on_tool_choice_and_length(post, set_reply, 
 
 async def test_reasoning_budget_reaches_the_engine(post, engine, set_reply, service, vocabulary, monkeypatch):
     set_reply(THINKING, "Hm.</think>\n\nok")
-    # No single token of this tokenizer is the end tag.
+    # The end tag is not a single token of this tokenizer, so the server refuses a budget.
     response = await post(max_reasoning_tokens=3)
     assert (await response.get_json())["error"]["param"] == "max_reasoning_tokens"
     assert response.status_code == 400
@@ -250,7 +250,7 @@ def json_schema(schema):
             "tools[1].function.parameters/properties/a/uniqueItems",
             "unsupported",
         ),
-        # These schemas have no effect on the answer.
+        # The schemas in these requests have no effect on the answer, but are checked all the same.
         (
             {"response_format": json_schema(UNIQUE), "tools": TOOLS, "tool_choice": "required"},
             "response_format.json_schema.schema/uniqueItems",

@@ -48,7 +48,7 @@ TOOLS = [
 ]
 NAMED = {"type": "function", "function": {"name": "look"}}
 SCHEMAS = {"look": ARGUMENTS, "ping": {"type": "object"}, "any": {"type": "object"}}
-# By state of reasoning at the end of the prompt: (reasoning format, prompt).
+# (reasoning format, prompt) by the state of reasoning at the end of the prompt.
 PROMPTS = {"no reasoning": (None, ""), "begun": (THINK, "<think>\n"), "free": (THINK, ""), "over": (THINK, "</think>")}
 
 
@@ -57,7 +57,7 @@ def goals(form):
         getattr(form, name) for name in ("begin", "end", "call_begin", "parameter_end") if getattr(form, name, None)
     ]
     if isinstance(form, XmlCalls):
-        # A parser may read this tag as the next parameter, although the value has not ended.
+        # Within a value, a parser might read this tag as the beginning of the next parameter.
         tags.append(f"{form.parameter_begin}note{form.key_end}")
     return ("</think>", "</think>", f"\n{tags[-1]}", *tags)
 

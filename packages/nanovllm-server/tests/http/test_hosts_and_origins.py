@@ -92,9 +92,9 @@ def test_names_patterns_and_a_star_allow_hosts():
 def test_allowed_hosts_depend_on_flags_and_keys():
     names = parse_settings("--allowed-hosts", "a.example, *.b.example", "--allowed-hosts", "c.example").allowed_hosts
     assert names == ("a.example", "*.b.example", "c.example", "127.0.0.1", socket.gethostname())
-    # Without a key, the names of --host and of the machine are the only names with dots.
+    # Without a key, the only allowed names with dots are those of --host and of the machine.
     assert parse_settings("--host", "gpu.example").allowed_hosts == ("gpu.example", socket.gethostname())
-    # An attacker's page does not know the key.
+    # With a key, all hosts are allowed by default, because an attacker's page does not know the key.
     assert "*" in parse_settings("--api-key", "secret").allowed_hosts
     assert "*" not in parse_settings("--api-key", "secret", "--allowed-hosts", "a.example").allowed_hosts
 

@@ -43,7 +43,7 @@ def test_page_loads_nothing_from_elsewhere(page):
     _, text = page
     assert not re.findall(r"@import|url\(", text)
     markup = re.sub(r"<script>.*?</script>", "", text, flags=re.DOTALL)
-    # A namespace of www.w3.org is a name, and nothing is loaded from it.
+    # Browsers load nothing from www.w3.org, whose URLs are only names of namespaces.
     assert not re.findall(r"(?:src|href)=\"(?!data:)|https?://(?!www\.w3\.org/)", markup)
 
 

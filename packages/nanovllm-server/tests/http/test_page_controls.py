@@ -143,7 +143,7 @@ async def test_tab_order_follows_the_conversation(tab, engine):
         await tab.press("Tab")
         found.append(await read_focus(tab))
         assert len(found) < 20, found
-    # A box that scrolls can take the focus.
+    # Browsers also give the focus to a box that scrolls, so `scroll` may be among the names.
     assert [name for name in found if name != "scroll"] == [
         *("Copy", "Edit", "this", "Copy code, py", "Code, py", "Copy", "Regenerate", "input", "send")
     ]
@@ -176,7 +176,7 @@ async def test_screen_reader_finds_the_conversation(tab, engine):
         role for role, name in nodes if role in ("button", "textbox", "link", "combobox", "spinbutton") and not name
     ]
     assert unnamed == []
-    # Updates of a running answer are announced when it ends.
+    # While an answer runs, the log is busy: screen readers announce the updates when the answer ends.
     engine.endless, engine.delay = True, 0.01
     await send_message(tab, "hi")
     await tab.wait_until("[...document.querySelectorAll('.assistant')].at(-1).querySelector('.markdown')?.textContent")

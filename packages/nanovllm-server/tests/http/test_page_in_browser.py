@@ -104,7 +104,7 @@ async def test_reasoning_is_folded(tab, engine, service, vocabulary, tokenizer):
 
 
 async def test_tool_calls_are_shown_and_answered(tab, engine, service, vocabulary, tokenizer, monkeypatch):
-    # The scripted template has no tools. This function only records its messages.
+    # The scripted template refuses tool messages. This function replaces it, and only records the messages.
     monkeypatch.setattr(tokenizer, "render_chat", lambda messages, **_: tokenizer.rendered.append([*messages]) or "x")
     service.model_format = ModelFormat(ChatFormat(None, TOOL_CALL_FORMATS["hermes"]), vocabulary)
     calls = [{"name": "weather", "arguments": {"city": city}} for city in ("Paris", "Oslo")]

@@ -172,7 +172,7 @@ async def test_lines_of_an_open_code_block_are_not_parsed(tab):
 
 
 async def test_updates_leave_most_of_the_time_to_the_browser(tab):
-    """A list of 30 KB is one block. The pause after an update is several times as long as the update."""
+    """A list of 30 KB is one block, so updates take long. The pause after an update is several times as long."""
     share = """(async () => {
       let duration = 0, numUpdates = 0;
       const view = new MarkdownView(document.createElement('div'), (update) => {
@@ -240,9 +240,9 @@ async def test_remote_image_is_only_a_link(tab):
     assert html.startswith('<p>!<a href="https://example.com/x.png"')
 
 
-# Markdown that is repeated 10,000 times, the text after it, and a text that the page then shows.
+# (Markdown, text after 10,000 repetitions of the Markdown, text that the page then shows).
 REPETITIONS = [
-    # A line of only asterisks is a rule, a line of only backticks opens a code block.
+    # A line of only asterisks is a rule, and a line of only backticks opens a code block: neither shows text.
     ("*", "", ""),
     ("`", "", ""),
     ("*", "a", "*" * 10_000 + "a"),
@@ -282,7 +282,7 @@ async def test_hostile_repetitions_are_shown_as_text_quickly(tab):
         begin_s = await read_page_cpu_s(tab)
         text = await tab.evaluate(rendered)
         cpu_s = await read_page_cpu_s(tab) - begin_s
-        # Each takes about 50 ms. Work that grows with the square of the length would take minutes.
+        # Each text takes about 50 ms. Work that grows with the square of the length would take minutes.
         assert 0 < cpu_s < 5, repeated
         assert shown in text, repeated
 

@@ -204,7 +204,7 @@ async def test_client_that_does_not_read_is_dropped(app, service, engine, serve_
                 while sock.recv(1 << 16):
                     pass
 
-        # The connection is gone too.
+        # The server has also closed the connection, so reading ends.
         await asyncio.to_thread(read_all)
         sock.close()
 

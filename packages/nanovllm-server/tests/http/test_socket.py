@@ -160,7 +160,7 @@ async def test_slow_reader_gets_waiting_tokens_in_one_event(url, engine, service
     await asyncio.get_running_loop().sock_connect(sock, (parts.hostname, parts.port))
     reader, writer = await asyncio.open_connection(sock=sock, limit=1024)
     writer.write(request_bytes(stream=True, stream_options={"include_usage": True}, **fields))
-    # The engine is done long before anything is read.
+    # The client reads nothing until the engine is done, so that tokens wait.
     await until(lambda: len(engine.requests) == 2 and engine.num_active == 0)
     data = b""
     while not data.endswith(b"0\r\n\r\n"):

@@ -68,7 +68,7 @@ def read_samples(metrics: Metrics) -> dict[str, float]:
 
 
 def read_draft_stats() -> EngineStats:
-    """Two steps with 3 and 2 drafts, of which 1 and 2 are accepted."""
+    """Returns statistics of two steps: one accepts 1 of 3 drafts, the other accepts 2 of 2."""
     return EngineStats(verified_drafts_by_position=(2, 2, 1), accepted_drafts_by_position=(2, 1, 0))
 
 

@@ -37,7 +37,7 @@ BEGUN = {
     "a call in reasoning is reasoning": (f"Hm. {block(PING)}", f"Hm. {block(PING)}", "", []),
 }
 
-# The same, but the prompt does not begin the reasoning.
+# More such cases, but the prompt does not begin the reasoning.
 CASES = {
     "nothing": ("", "", "", []),
     "plain text": ("```json\n{}\n```\n", "", "```json\n{}\n```\n", []),

@@ -177,7 +177,7 @@ def test_hermes_answers_are_parsed(check, case):
     check(FORM, *case)
 
 
-# The prompt ends in "<think>\n".
+# More such cases. Here the prompt ends in "<think>\n".
 BEGUN = {
     "reasoning, then content": ("Hm.\n</think>\n\nHello.", "Hm.", "Hello.", []),
     "no end": ("Hm.\nHello.", "Hm.\nHello.", "", []),

@@ -111,7 +111,7 @@ def test_llama_answers_are_parsed(check, case):
     check(FORM, *case)
 
 
-# R1-Distill-Llama with the template of Llama, its prompt ending in "<think>\n".
+# Cases for R1-Distill-Llama. The prompt, written by Llama's template, ends in "<think>\n".
 BEGUN = {
     "reasoning, then content": ("Hm.\n</think>\n\nHello.", "Hm.", "Hello.", []),
     "reasoning, then a call": (f"Hm.\n</think>\n\n{CALL}", "Hm.", "", [CALLED]),

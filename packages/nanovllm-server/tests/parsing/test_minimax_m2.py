@@ -33,7 +33,7 @@ BEGUN = {
     "cut off in the call": (f"Hm.</think>{block(TWO)[:70]}", "Hm.", "", [("get_weather", "", "cut")]),
 }
 
-# The same, but the prompt does not begin the reasoning.
+# More such cases, but the prompt does not begin the reasoning.
 CASES = {
     "plain text": (" <b>a</b> ", "", " <b>a</b> ", []),
     "reasoning all the same": (f"<think>Hm.</think>\n{block(PING)}", "Hm.", "", [PINGED]),

@@ -61,7 +61,7 @@ def test_a_damaged_message_is_ignored(place):
     ring._data[place : place + 8] = b"\xfe" * 8
     ring.write(b"third" * 4)
     read = reader.read()
-    # A wrong length hides the beginning of the next message.
+    # The first eight bytes are the length. If it is wrong, the reader can't find the next message.
     assert read == ([] if place < 8 else [b"second" * 4, b"third" * 4])
     ring.write(b"fourth")
     assert reader.read() == [b"fourth"]

@@ -62,7 +62,7 @@ def test_marks_inside_strings_are_not_counted_as_values(text):
 
 @pytest.mark.parametrize("piece_bytes", [1, 2, 3, 5, 8])
 def test_values_are_counted_the_same_in_pieces_of_any_size(monkeypatch, piece_bytes):
-    """Strings and escapes go on in the next piece."""
+    """Small pieces split strings and escapes."""
     rng = random.Random(piece_bytes)
 
     def make_value(depth: int) -> JSON:

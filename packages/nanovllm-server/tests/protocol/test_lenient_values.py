@@ -53,7 +53,7 @@ async def test_refusal_part_without_text_is_a_400(post):
 
 
 async def test_role_function_is_read_as_tool(post, tokenizer):
-    # The template of this tokenizer refuses messages of tools.
+    # The template gets the message with the role "tool". This template refuses that role, so the answer is a 400.
     await check_refusal(await post(messages=[USER, {"role": "function", "name": "f", "content": "4"}]), 400, "messages")
     assert tokenizer.rendered[-1][1] == {"role": "tool", "name": "f", "content": "4"}
 

@@ -76,7 +76,7 @@ def install_browser(profile: Path) -> tuple[str, dict[str, str]]:
 
 @dataclass
 class BrowserTab:
-    """A tab of the browser. problems: errors of the console and the network. requested_urls: URLs that it requested."""
+    """A tab of the browser. problems: errors of the console and the network. requested_urls: URLs of all requests."""
 
     connection: websockets.ClientConnection
     session: str = ""
@@ -192,7 +192,7 @@ async def open_tab() -> AsyncIterator[BrowserTab]:
     """Opens a tab in a new browser."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         executable, environment = await asyncio.to_thread(install_browser, Path(profile))
-        # The browser opens only pages of tests, and inside containers its sandbox can't be set up.
+        # --no-sandbox: in containers, the sandbox can't be set up. The browser opens only pages of tests.
         flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"]
         process = await asyncio.create_subprocess_exec(
             executable,

@@ -3,7 +3,7 @@
 Run: python packages/nanovllm-server/tests/support/measure_encodings.py [--runs 10]
 
 One worker encodes a conversation of about 32,000 tokens in 80 messages. A second worker renders and encodes the same
-conversation with one more message. Its event loop records how late it wakes from sleeps of 0.2 ms.
+conversation with one more message. Each worker's event loop records how late it wakes from sleeps of 0.2 ms.
 """
 
 import argparse
@@ -118,7 +118,7 @@ def measure_turns(runs: int, *, shared: bool) -> None:
         turn = [*messages, Message(role="user", content=f"What about {run}? " * 40)]
         rows.append((first, request_prompt(1, turn), request_prompt(1, turn)))
         assert rows[-1][1][2].tolist() == rows[-1][2][2].tolist()
-    # The first two runs start threads.
+    # Leave out the first two runs, which also start threads.
     rows = rows[2:]
     print(f"{'with' if shared else 'without'} exchange, {len(rows[0][0][2])} tokens; median (max) of {runs}, ms")
     for place, name in enumerate(("worker A, new", "worker B, next turn", "worker B, again")):

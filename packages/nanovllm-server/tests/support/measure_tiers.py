@@ -24,9 +24,9 @@ from nanovllm_core import AsyncEngine, EngineConfig, EngineStats, ModelSpec, Req
 
 PROMPT_LENS = (8192, 32768)
 NUM_RETURNS = 3
-# Conversations of the longest prompts, which together exceed the cache.
+# Number of conversations that `fill` sends. Their prompts are the longest, and together exceed the GPU's cache.
 NUM_FILLERS = 5
-# Conversations that return at the same time beside decodes, so that loads never pause.
+# Number of conversations that return at the same time beside decodes. With more than one, loads never pause.
 NUM_RETURNING = 2
 NUM_STREAMS, STREAM_PROMPT_LEN, STREAM_OUTPUT_LEN = 64, 256, 640
 BURST_SIZE, BURST_PROMPT_LEN = 24, 16_384

@@ -17,7 +17,7 @@ MIN_ANSWER_CHARACTERS = 500
 
 
 async def take_picture(url: str) -> bytes:
-    """Ask the questions, and take a PNG while the last one is being answered."""
+    """Asks the questions. Returns a PNG that is taken while the model answers the last question."""
     async with browser.open_tab() as tab:
         await tab.set_screen(1280, 820, scale=1.5)
         await tab.open(url)

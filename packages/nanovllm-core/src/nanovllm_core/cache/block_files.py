@@ -100,8 +100,8 @@ class BlockFiles:
         self._scan_lock = threading.Lock()
         # Guards the counts and the attributes below.
         self._lock = threading.Lock()
-        # Sums since the start. A write claims its bytes before it begins, and finishes these bytes when it ends. If a
-        # claim would exceed `_max_claimed_bytes`, a scan must first renew the reservation.
+        # Sums since the start. A write adds its bytes to `_claimed_bytes` when it begins, and to `_finished_bytes` when
+        # it ends. If a claim would exceed `_max_claimed_bytes`, a scan must first renew the reservation.
         self._claimed_bytes = 0
         self._finished_bytes = 0
         self._max_claimed_bytes = 0
@@ -146,7 +146,7 @@ class BlockFiles:
         except OSError as error:
             self._suspend_writes(error)
         else:
-            # The order matters: a scan that ends between these calls makes `_next_index` the index.
+            # Both sets need the hash: during a scan they differ, and the end of the scan makes `_next_index` the index.
             self._index.add(block_hash)
             self._next_index.add(block_hash)
             with self._lock:
@@ -190,7 +190,7 @@ class BlockFiles:
 
         Source: https://github.com/huggingface/safetensors#format
         """
-        # Other users can't access the directory, so a fast hash is enough.
+        # Other users can't access the directory, so the checksum need not detect deliberate changes.
         metadata = {"identity": self._identity, "hash": block_hash.hex(), "xxh3": f"{checksum:016x}"}
         tensor = {"dtype": "U8", "shape": [self._payload_bytes], "data_offsets": [0, self._payload_bytes]}
         text = json.dumps({"__metadata__": metadata, "payload": tensor}).encode()
@@ -299,7 +299,7 @@ class BlockFiles:
         return is_complete
 
     def _scan_locked_directory(self) -> bool:
-        # The scan may miss files that are being written, so these files count towards the next reservation.
+        # The scan may miss files that are being written, so the new reservation must also cover these files.
         with self._lock:
             finished_bytes = self._finished_bytes
         self._next_index = set()

@@ -31,7 +31,7 @@ class CopyTimeModel:
         variance = self._bytes_squared / self._weight - mean_bytes * mean_bytes
         covariance = self._product / self._weight - mean_bytes * mean_s
         if variance <= 1e-6 * mean_bytes * mean_bytes:
-            # All copies had one size, so the rate is unknown. A low prediction leads to a copy of another size.
+            # All copies had one size, so the rate is unknown. Predict a short time, so that another size is tried.
             return self._rejection_factor * mean_s * min(1.0, num_bytes / mean_bytes)
         # If the line is not plausible, assume that the time is proportional to the size.
         s_per_byte = covariance / variance

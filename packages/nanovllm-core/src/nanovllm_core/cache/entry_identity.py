@@ -17,7 +17,7 @@ def make_entry_identity(spec: ModelSpec, config: ResolvedConfig, layout: CacheLa
             "kv_offload_dir and transfers need a model with a fingerprint, which tells models apart: set "
             "ModelSpec.fingerprint, or leave out kv_offload_dir, transfer_listen and transfer_peers"
         )
-    # The layout includes the dtypes of the caches. The dtype of the weights changes the values.
+    # `layout` has the dtypes of the caches. `dtype` is needed too: the dtype of the weights changes the cached values.
     settings = ("device", "dtype", "kv_cache_dtype", "speculate", "tensor_parallel_size", "dp_attention")
     return {
         "layout version": str(LAYOUT_VERSION),

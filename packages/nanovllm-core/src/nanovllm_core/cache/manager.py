@@ -134,7 +134,7 @@ class CacheManager:
             self.state_pool.end_hold(request)
 
     def has_loads(self) -> bool:
-        """Whether loads are in flight. Blocks of their requests will soon be released."""
+        """Whether loads are in flight. The blocks of their requests can't be freed before the loads end."""
         return self._tier is not None and self._tier.has_loads(self._group)
 
     def grow(self, requests: Sequence[RequestState]) -> list[int] | None:
@@ -200,8 +200,8 @@ class CacheManager:
     def estimate_cached_tokens(self, request: RequestState, last_estimate: int | None) -> int:
         """Estimate the number of tokens at the start of a waiting request that are cached or can be loaded.
 
-        last_estimate: result of the last call for this request; None for the first call. Blocks may have been evicted
-            since then, so the new estimate may be too high.
+        last_estimate: result of the last call for this request; None for the first call. These tokens are not searched
+            again. Some may have been evicted since then, so the new estimate may be too high.
         """
         if self.state_pool is None:
             num_blocks = (last_estimate or 0) // self.block_size

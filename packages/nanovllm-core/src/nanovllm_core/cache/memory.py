@@ -174,7 +174,7 @@ def choose_block_size(config: ResolvedConfig, attention: PagedSpec | MLASpec, *,
     """Tokens per block: the configured number, else the number with which the attention kernels are fastest.
 
     Without a configured number, the smallest size is used for latent attention and for recurrent layers. It is also
-    used if a step with one token per running request has no space for another block.
+    used if one token per running request leaves a step too few tokens for a whole block of a prompt.
     Raises ConfigError if a block of a model with recurrent layers would have more than CHECKPOINT_INTERVAL tokens.
     """
     min_size = min(BLOCK_SIZES)

@@ -14,7 +14,7 @@ HashBlocks = Callable[[BlockHash, bytes, int], list[BlockHash]]
 
 
 def _hash_blocks_fast(previous_hash: BlockHash, tokens: bytes, block_bytes: int) -> list[BlockHash]:
-    # CPython's hash has a secret key per process, but 64 bits are too few to prevent deliberate collisions.
+    # CPython's hash has a secret key per process. But unlike SHA-256, its 64 bits do not prevent deliberate collisions.
     ends = range(block_bytes, len(tokens) + 1, block_bytes)
     return [previous_hash := hash((previous_hash, tokens[end - block_bytes : end])) for end in ends]
 

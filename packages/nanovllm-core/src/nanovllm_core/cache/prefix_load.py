@@ -48,7 +48,7 @@ class PrefixLoad:
     begin_s: time of `time.perf_counter` at which the load was started.
     is_ended: whether all writes to the request's blocks have ended.
     is_usable: whether the copies of all entries have succeeded, so that the entries may be found by hash.
-    may_retry: whether another load may find more entries, because this load failed to read a file.
+    may_retry: whether the request may load again, because this load failed to read a file.
     """
 
     request: RequestState

@@ -157,7 +157,7 @@ class HostTier:
         return self._predict_load(0) <= self.predict_compute(indices[0] * self._block_size, num_tokens)
 
     def has_loads(self, group: int) -> bool:
-        """Whether loads to the cache of `group` are in flight. Afterwards, decodes may take the loaded blocks."""
+        """Whether loads to the cache of `group` are in flight. They write to blocks that can't be freed yet."""
         return bool(self._loading[group])
 
     def _predict_load(self, num_bytes: int) -> float:

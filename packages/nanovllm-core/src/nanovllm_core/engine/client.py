@@ -38,7 +38,7 @@ class EngineClient(Engine):
         self.address = socket.address
         self._socket = socket
         self._owned_process = owned_process
-        # Results of unanswered calls of `compile_grammar` and `reset_prefix_cache` (empty), by key.
+        # Results of unanswered calls of `compile_grammar` and `reset_prefix_cache`, by key. A reset results in {}.
         self._futures: dict[int, asyncio.Future[ParameterTypes]] = {}
         self._receive_task = asyncio.create_task(self._receive())
         self._receive_task.add_done_callback(self._on_receive_end)
@@ -54,7 +54,7 @@ class EngineClient(Engine):
         try:
             return await cls._connect(owned_process.address, owned_process)
         except BaseException as error:
-            # A failed engine ends by itself. If the caller cancels, the engine could continue to load for minutes.
+            # A failed engine ends by itself. If the caller cancels, kill the engine, which could load for minutes more.
             if not isinstance(error, Exception):
                 owned_process.kill()
             await owned_process.close()
@@ -190,7 +190,7 @@ class EngineSocket:
 
     def send(self, message: wire.ToEngine) -> None:
         """Queue a message for the engine, which may still be starting."""
-        # Without a high-water mark, the message is queued at once. The returned future is not needed.
+        # Without a high-water mark, the message is queued at once, so the returned future is not needed.
         self._socket.send(wire.encode(message))
 
     async def receive(self) -> wire.ToClient | None:

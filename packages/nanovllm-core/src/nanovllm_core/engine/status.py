@@ -63,7 +63,7 @@ class EngineStats:
     num_checkpoints: free state slots with saved states that later prompts can use.
     num_queried_prompt_tokens: number of prompt tokens that were looked up in the prefix cache.
     num_cached_prompt_tokens: number of prompt tokens that were found in the prefix cache.
-    num_computed_tokens: number of computed tokens, in contrast to output tokens (`generation_tokens`).
+    num_computed_tokens: number of tokens that the model computed: prompt tokens, last tokens of decodes, and drafts.
     num_steps_by_size: histogram of tokens per step: pairs (maximum number of tokens, number of steps), by maximum.
         Each step is in one pair: the first with a large enough maximum. The last maximum is infinite.
     graph_steps: triples (graph mode, kind of step, number of steps), see `StepGraphs.num_steps`.

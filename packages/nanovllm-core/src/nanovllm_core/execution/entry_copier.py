@@ -144,7 +144,7 @@ class EntryCopier:
                     if copies.group == self._request_group_index:
                         self._copy(batch.direction, copies)
             finally:
-                # Copies that were launched before an error may be in progress.
+                # Wait even after an error, because copies that were launched before the error may be in progress.
                 if stream is not None:
                     # The thread sleeps until the event, because spinning would take a core.
                     end = torch.cuda.Event(blocking=True)

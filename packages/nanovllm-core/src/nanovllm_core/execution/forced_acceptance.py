@@ -25,7 +25,8 @@ class ForcedAcceptance:
         probability = find_probability(acceptance_length, table.max_drafts)
         # Whether the draft of each row at each position is kept.
         self._is_kept = torch.rand(table.tokens.shape, generator=generator, device=table.device) < probability
-        # The tokens after a row's last token are the row's drafts. Equal drafts would all choose the same experts.
+        # The tokens after a row's last token serve as its drafts. Make them random, because equal drafts would all
+        # choose the same experts.
         table.tokens.random_(table.vocab_size, generator=generator)
 
     def replace_samples(self, samples: Tensor, table_rows: Tensor, positions: Tensor) -> Tensor:

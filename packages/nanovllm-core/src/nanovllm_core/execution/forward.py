@@ -21,7 +21,7 @@ from nanovllm_kernels.request_tables import BatchInputs, TokenTables, build_inpu
 
 
 class BatchBounds(NamedTuple):
-    """What the host knows about a batch's lengths without waiting for the device, see `plan_batch`.
+    """Bounds of a batch's lengths, which the host knows without waiting for the device, see `plan_batch`.
 
     num_tokens: tokens of the step, including padding.
     num_decodes: number of requests with one token in the step; None if unknown. These requests come first.
@@ -113,7 +113,7 @@ class ForwardPass:
             bounds.num_tokens,
             -(-bounds.max_seq_len // block_size),
         )
-        # `launch_attention` is given during a capture only. Replays plan attention again, so no step uses this plan.
+        # `launch_attention` is given only during a capture. Replays plan attention again, so make a minimal plan here.
         planned_bounds = bounds if launch_attention is None else bounds._replace(num_decodes=0)
         requests = (batch.block_tables, batch.seq_lens, rows.query_start_loc)
         attention_batch = plan_attention(cache, self._config, requests, planned_bounds)

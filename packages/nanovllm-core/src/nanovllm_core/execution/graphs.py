@@ -106,7 +106,7 @@ class _UnownedMemory:
 
 
 def _alias(tensor: Tensor) -> Tensor:
-    """A view of a captured tensor that does not own the memory, so that later captures may reuse the memory."""
+    """A view of a captured tensor. The view does not own the memory, so later captures may reuse the memory."""
     last_index = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     memory = _UnownedMemory(tensor.data_ptr(), (last_index + 1) * tensor.element_size())
     return torch.as_tensor(memory, device=tensor.device).view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
@@ -157,7 +157,7 @@ def graph_shapes(
         for size in decode_sizes(min(max_num_seqs, max_num_batched_tokens))
     ]
     if max_drafts:
-        # One request with all drafts is the usual step at low load.
+        # The first size fits the usual step at low load: one request with all drafts.
         sizes = {min(1 + max_drafts, max_draft_step_tokens), *decode_sizes(max_draft_step_tokens)} - {1}
         counts = {(size, size) for size in sizes}
         if proposes_with_model:
@@ -182,7 +182,7 @@ def graph_shapes(
 
 
 def _sort_key(shape: GraphShape) -> tuple[int, int, bool]:
-    # Among shapes of equal size, the shape for whole prompts comes first, because this shape is faster.
+    # Among shapes of equal size, `dispatch` tries the shape for whole prompts first, because this shape is faster.
     return shape.num_tokens, shape.num_reqs, not shape.has_only_whole_prompts
 
 

@@ -214,7 +214,7 @@ class Runner:
         plan = self._make_dummy_plan(lengths, _GREEDY, shape=shape, late_draft_entries=late_entries)
         num_steps = 3
         if num_steps * lengths[0] + self._config.max_drafts <= self.max_model_len:
-            # Decodes have rows already, so only the first step fills the rows.
+            # Decodes have rows already, so fill the rows in a step that is not timed.
             self._run_plan(plan)
             plan = replace(plan, new_rows=[], max_seq_len=num_steps * lengths[0])
         return self._time(plan)

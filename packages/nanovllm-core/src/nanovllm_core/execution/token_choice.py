@@ -122,7 +122,7 @@ class TokenChooser:
             samples, num_new = self._choose_and_write(ops, output, step.device_rows, masks, has_drafts=step.has_drafts)
             proposals = self._propose(draft_ops, output, step.device_rows)
         else:
-            # No row samples, so the kernel does not read its `tokens` argument.
+            # No row samples, so the kernel does not read its `tokens` argument: pass any int32 tensor.
             self._write_tokens(step.device_rows, step.device_rows.table_rows, ops, has_drafts=False)
             self._propose(NO_DRAFTS, output, step.device_rows)
         # Graphs contain no log-probabilities, because few requests ask for them.
@@ -182,7 +182,7 @@ class TokenChooser:
         tokens = self._sample(output.logits, output.table_rows, output.positions, ops, masks)
         if self._forced_acceptance is not None:
             tokens = self._forced_acceptance.replace_samples(tokens, output.table_rows, output.positions)
-        # The tables have this rank's requests only, if ranks have different requests.
+        # If ranks have different requests, the tables have only this rank's requests.
         own_tokens = self._parallel.own_rows(tokens) if self._parallel.splits_requests else tokens
         return tokens, self._write_tokens(rows, own_tokens, ops, has_drafts=has_drafts)
 

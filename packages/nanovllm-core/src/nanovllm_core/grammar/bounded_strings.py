@@ -1,18 +1,19 @@
 """Writes JSON strings of bounded length as grammar rules that xgrammar runs fast.
 
 Without these rules, xgrammar 0.2.8 is slow. It compiles an upper bound of N <= 128 characters in N times 7 ms.
-With a larger bound, it takes 17 ms to compute each mask of allowed next tokens.
+With a larger bound, computing each mask of allowed next tokens takes 17 ms.
 """
 # `x{0,n}`, up to n characters of the class x, becomes optional runs of blocks, followed by a tail. A block has exactly
 # BLOCK_LENGTH characters. Each run takes half of the remaining blocks. The rule `tailN` matches at most N characters,
 # for example `tail2 ::= "" | x tail1`. All strings of a class share these rules.
 # At run time, xgrammar would test each token that crosses a block's end. Therefore blocks end with a lookahead that
 # never matches. xgrammar uses lookaheads only for masks: a block adds no crossing tokens to a mask, but still matches.
-# The tail adds the crossing tokens to the mask. Runs are optional, so another parse of the same text skips the current
-# block and is in the tail.
+# The tail adds the crossing tokens to the mask: because runs are optional, a second parse of the same text skips the
+# current block and matches the text with the tail.
 #
 # `x{n}`, exactly n characters, becomes blocks and a part of a block. `write_rule_body` writes alternatives whose
-# block ends are half a block apart. A token of up to HALF_BLOCK_LENGTH characters crosses no block end in one of them.
+# block ends are half a block apart. A token of up to HALF_BLOCK_LENGTH characters crosses no block end in at least one
+# alternative, which therefore allows the token.
 
 import re
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ BLOCK_LENGTH = 16
 HALF_BLOCK_LENGTH = BLOCK_LENGTH // 2
 # Minimum length of a tail that follows blocks, in characters. A tail never allows a token that is longer than the tail.
 MIN_TAIL_LENGTH = 32
-# A string of `low` to `high` characters gets no rules if xgrammar compiles it fast: if `low` is at least
+# A string of `low` to `high` characters gets no rules if xgrammar compiles it fast. This is so if `low` is at least
 # MIN_AUTOMATON_LOW, `high` is at most MAX_AUTOMATON_LENGTH, and the character class is small (MAX_FEW_CHARACTERS).
 MIN_AUTOMATON_LOW = 33
 MAX_FEW_CHARACTERS = 64

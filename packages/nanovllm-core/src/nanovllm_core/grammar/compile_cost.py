@@ -46,9 +46,9 @@ _COUNT = re.compile(r"\{(\d+), ?(-?\d*)\}")
 class CompileCost:
     """Estimated steps of compiling a grammar, by their cause.
 
-    literal_steps: characters of property names, enums and constants.
-    string_steps: automaton states for patterns, for length limits and for the names of undeclared properties.
-    rule_steps: rules, pairs of rules, pairs of a rule and a character, and visits (see `_count_visits`).
+    literal_steps: for characters of property names, enums and constants.
+    string_steps: for automaton states of patterns, of length limits and of the names of undeclared properties.
+    rule_steps: for rules, pairs of rules, pairs of a rule and a character, and visits (see `_count_visits`).
     """
 
     literal_steps: int
@@ -140,7 +140,7 @@ def _make_key_finder(bodies: dict[str, str]) -> Callable[[str], int | str]:
 
     def find_key(name: str) -> int | str:
         if name not in keys:
-            keys[name] = name  # The key during recursion, beyond MAX_REFERENCE_DEPTH, and without a rule.
+            keys[name] = name  # For recursive references. Stays if the name has no rule or is nested too deep.
             if name in bodies and len(in_progress) < MAX_REFERENCE_DEPTH:
                 in_progress.append(name)
                 parts = _LITERAL.sub("", _CLASS.sub("", bodies[name]))

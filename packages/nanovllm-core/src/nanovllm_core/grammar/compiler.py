@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 # Maximum number of consecutive whitespace characters in a JSON text. A limit of nine makes grammars six times larger,
 # but does not change the length of small models' outputs.
 MAX_WHITESPACE = 1
-# Size of xgrammar's cache of compiled rules, in which grammars find rules that they share. Rules of bounded strings and
-# of undeclared properties take 7 ms each to compile.
+# Size of xgrammar's cache of compiled rules, which grammars share. A rule of a bounded string or of undeclared
+# properties takes 7 ms to compile.
 RULE_CACHE_BYTES = 48 << 20
-# Maximum number of characters of a rule in a grammar that uses this cache. A search is linear in a rule's states.
+# Maximum number of characters of a rule in a grammar that uses this cache. Cache searches take longer for long rules.
 MAX_CACHED_RULE_LENGTH = 20_000
 # Maximum number of characters of xgrammar's error messages. Longer messages are cut: they may quote the whole grammar.
 _MAX_REASON_LENGTH = 500
@@ -186,7 +186,7 @@ class Compiler:
     ) -> Grammar:
         """Compile a grammar whose JSON schemas were converted by `convert_grammar`. Raises GrammarError.
 
-        rules: the result of `write_rules` for this grammar, to save the time; None to write the rules now.
+        rules: the result of `write_rules` for this grammar; None: this method writes the rules.
         """
         inner = self._xgrammar_compiler
         try:

@@ -153,7 +153,7 @@ class JsonTerminator:
         token_classes = self._token_classes
         if (mask & token_classes.line_break_mask).any():
             return
-        # Where a value may begin, a quotation mark would open a string instead of closing one.
+        # If `[` is allowed and `a` is not, a value may begin here: a quotation mark would open a string, not close one.
         may_be_in_string = (mask & token_classes.letter_mask).any() or not (mask & token_classes.bracket_mask).any()
         end_mask = mask & token_classes.quote_mask
         if not may_be_in_string:

@@ -27,7 +27,7 @@ from nanovllm_core.grammar_types import GrammarSpec
 
 # Niceness of the children, so that serving has priority.
 _NICE = 5
-# Maps exit codes of children to verdicts. Other exit codes are the verdict DIED or OUT_OF_TIME.
+# Maps exit codes of children to verdicts. Other exit codes mean DIED or OUT_OF_TIME.
 _VERDICTS = {0: PASSED, 1: REFUSED, 3: FAILED}
 _DEATH = 2  # exit code of a child whose memory or stack was too small
 
@@ -102,7 +102,7 @@ def _serve(
             payload, (reply_fd,) = message
             pid = os.fork()
             if pid == 0:
-                # The engine reads a reply until all copies of the reply's descriptor are closed.
+                # Close the copies of other replies' descriptors: the engine reads a reply until all copies are closed.
                 for child in children.values():
                     os.close(child.reply_fd)
                 _compile_and_exit(compiler, payload, setup, reply_fd)

@@ -26,7 +26,7 @@ _SHORT_ESCAPES = frozenset(['\\"', "\\\\"])
 def merge_whitespace_rules(grammar: str) -> str:
     """Return an equivalent grammar in which whitespace positions with the same lookahead share a rule.
 
-    The lookahead of a position is the next element's first character; if the character is unknown, the next rule.
+    The lookahead of a position is the next element's first character, or the next rule if the character is unknown.
     Shared rules state their lookahead, because xgrammar derives lookaheads only for rules with one use.
 
     grammar: xgrammar's printed EBNF.
@@ -64,7 +64,7 @@ def _first_character(body: str) -> str | None:
     """Return the character with which every text of a rule begins; None if first characters differ or are unknown."""
     elements = set(_first_elements(body))
     characters = {element[1 : 3 if element[1] == "\\" else 2] for element in elements if element[0] == '"'}
-    # Bodies without alternatives in parentheses are calls, such as `Regex("a+")`.
+    # A body that does not begin with a parenthesis is a call, such as `Regex("a+")`: its first character is unknown.
     if not body.startswith("(") or len(characters) != 1 or any(element[0] != '"' for element in elements):
         return None
     (character,) = characters

@@ -44,7 +44,7 @@ class XmlParameters(msgspec.Struct, frozen=True, tag_field="type", tag="xml_para
 
     An element is `begin`, the property's name, `key_end`, the value, `end` and a line break.
     wraps_values_in_line_breaks: a line break precedes and follows the value.
-    json_schema: schema of the object; None if properties may have any names, and any text as values.
+    json_schema: schema of the object; None: properties may have any names, and any text as values.
     place: JSON pointer that errors name as the place of the schema; None: errors name the schema's place in the tag.
     """
 
@@ -152,7 +152,7 @@ class _ElementBuilder:
         return json_value(value, self._parameters.tags)
 
     def _text_formats(self, schema: JSON, place: str) -> list[TagFormat]:
-        """Formats of the strings that `schema` allows, without other values, which parsers would read as strings."""
+        """Formats of the strings that `schema` allows. Omits other values: parsers would read them as strings."""
         tags = self._parameters.tags
         match follow_references(schema, self._root):
             case {"anyOf": list(branches)}:

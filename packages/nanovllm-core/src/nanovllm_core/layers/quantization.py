@@ -17,7 +17,7 @@ MAX_RANDOM_ROWS = 4096
 
 @dataclass(frozen=True, slots=True)
 class BlockFP8:
-    """A model's format of linear weights: e4m3, with a float32 scale per block of 128 x 128.
+    """A model's format of linear weights: 8-bit floats (e4m3), with a float32 scale per block of 128 x 128.
 
     excluded_modules: full names, name prefixes or name suffixes of modules that are not quantised.
     """

@@ -85,7 +85,7 @@ class ParallelContext:
         return self.num_request_groups * count
 
     def broadcast_rows(self, x: Tensor, owner: int) -> Tensor:
-        """The `x` of rank `owner` if ranks have different requests, else this rank's `x`. All shapes are equal."""
+        """The `x` of rank `owner` if ranks have different requests, else this rank's `x`. Ranks pass equal shapes."""
         if self.splits_requests:
             x = x.clone()
             self.broadcast(x, owner)

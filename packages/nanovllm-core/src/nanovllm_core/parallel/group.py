@@ -14,7 +14,8 @@ from nanovllm_core.errors import ConfigError
 from nanovllm_core.parallel import ParallelContext
 from nanovllm_kernels.collective import Communicator
 
-# A rank may wait this long for ranks that still load weights or compile. Rank 0 detects ranks that have ended.
+# A rank may wait this long for ranks that still load weights or compile. The timeout need not detect ranks that have
+# ended, because rank 0 detects them.
 COLLECTIVE_TIMEOUT = timedelta(hours=2)
 
 LEAVING_THREAD_NAME = "nanovllm-engine-leaving"
@@ -78,7 +79,7 @@ class RankGroup:
 
     def abandon(self) -> None:
         """Disconnect after another rank has ended."""
-        # NCCL could wait for the ended rank. The group then exists until this process ends.
+        # With NCCL, leaving could wait for the ended rank forever: keep the group until this process ends.
         if not self._is_cuda:
             self.leave()
 

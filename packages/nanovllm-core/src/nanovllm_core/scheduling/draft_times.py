@@ -16,12 +16,12 @@ _MAX_MEASURED_STEP_S = 0.05
 # Minimum time of all drafts of a step, as a share of the step's time. Noise may make the measured time 0. Corrections
 # multiply the time, so the time would remain 0.
 _MIN_DRAFTS_SHARE = 0.02
-# Late entries are measured with at most this number of entries.
+# Maximum number of late entries (see `StepPlan.late_draft_entries`) whose time is measured.
 _MAX_LATE_ENTRIES = 64
 # Weight of a new step in the moving averages of (measured time / predicted time), and bounds of one such ratio.
 _STEP_WEIGHT = 0.1
 _MIN_RATIO, _MAX_RATIO = 0.25, 4.0
-# A step corrects the times of drafts and proposals only if they should take at least this share of the step's time.
+# A step corrects the times of drafts and proposals only if their predicted time is at least this share of `step_s`.
 _MIN_EXTRA_SHARE = 0.01
 # Each step without drafts and proposals moves the correction factor of their times towards 1, by this share.
 _EXTRA_DECAY = 0.01

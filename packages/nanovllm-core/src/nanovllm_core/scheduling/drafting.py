@@ -2,7 +2,7 @@
 
 A proposer, such as a draft model, proposes tokens (drafts). A step verifies drafts: the model computes the request's
 last token and the drafts, and the step keeps the drafts that equal the sampled tokens. A draft model has a KV cache.
-A cache entry is late if the step that computed its token left the entry out. Proposing needs all entries.
+A step may skip the draft model's cache entries of its tokens. These entries are then late. Proposing needs all entries.
 """
 
 import numpy as np
@@ -108,7 +108,7 @@ class DraftPlanner:
     def _choose_probe(
         self, may_draft: NDArray[np.bool_], num_late: NDArray[np.int64], times: DecodeTimes
     ) -> tuple[bool, NDArray[np.int64]]:
-        """Decide as `_choose_proposals`, if drafts are not expected to pay. may_draft: bool [n]."""
+        """The result of `_choose_proposals` if drafts are not expected to pay. may_draft: bool [n]."""
         limits, num_computed_late = self._limits, np.zeros_like(num_late)
         # A probe computes the late entries of the row that has the fewest.
         index = int(np.where(may_draft, num_late, np.iinfo(np.int64).max).argmin())
@@ -135,7 +135,7 @@ class DraftPlanner:
         """
         table, limits = self._rows, self._limits
         num_left_tokens = table.max_total_tokens[decode_rows] - table.num_tokens[decode_rows]
-        # A step that proposed nothing makes earlier drafts stale.
+        # If the row's last step proposed nothing, `draft_lag` is at least 0. Earlier drafts are then stale.
         num_proposed = table.num_proposed[decode_rows] * (table.draft_lag[decode_rows] < 0)
         max_drafts = np.minimum(num_left_tokens - 1, num_proposed)
         num_drafting = int(np.count_nonzero(max_drafts > 0))

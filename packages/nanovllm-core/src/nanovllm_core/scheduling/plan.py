@@ -101,7 +101,7 @@ class NewRow:
 
 
 class DraftEntryRange(NamedTuple):
-    """Consecutive tokens of a row. start: position of the first token."""
+    """Consecutive tokens whose cache entries a draft model computes. start: position of the first token in the row."""
 
     row: int
     start: int

@@ -116,7 +116,7 @@ class PromptScheduler:
         )
         is_fair = is_served and chunk_times_s[candidates.index(oldest)] >= MIN_OLDEST_SHARE * group_time_s
         self._num_unfair_steps = 0 if is_fair else self._num_unfair_steps + 1
-        # After a burst of short prompts, a step may have space for more than MAX_WAITING_CANDIDATES requests.
+        # A step may have space for more than MAX_WAITING_CANDIDATES short prompts, so search for further candidates.
         while may_admit and not all(budget.is_full for budget in budgets) and self._rows.num_free_rows:
             num_admitted = len(prompts.new_rows)
             for candidate in sorted(self._waiting_candidates(), key=self._service_order):
@@ -203,7 +203,7 @@ class PromptScheduler:
         self._num_candidate_searches += 1
         if self._num_candidate_searches % RETRY_INTERVAL_SEARCHES == 0:
             self._needed_blocks_by_key.clear()
-        # If a request's number of cached tokens has changed, its number of needed blocks has changed too.
+        # If a request's number of cached tokens has changed, forget its number of needed blocks, which has changed too.
         self._needed_blocks_by_key = {
             key: num_blocks
             for key, num_blocks in self._needed_blocks_by_key.items()

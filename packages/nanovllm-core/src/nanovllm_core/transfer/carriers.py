@@ -1,4 +1,4 @@
-"""Ways to copy entries from the host memory of a peer to the host memory of this engine."""
+"""Copies entries (KV blocks and state checkpoints) from a peer's host memory to this engine's host memory."""
 
 import logging
 import mmap

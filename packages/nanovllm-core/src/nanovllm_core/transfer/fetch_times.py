@@ -1,12 +1,13 @@
 """Predicts from the times of earlier fetches whether a fetch of a prompt is fast enough."""
 
-# Largest predicted ratio at which a fetch starts. It is above 1, because a fetch delays no running request.
+# Largest predicted ratio (see `FetchTimes`) at which a fetch starts. It is above 1: a fetch delays no running request.
 MAX_FETCH_RATIO = 2.0
 # Weight of the newest fetch in the estimate.
 _NEWEST_WEIGHT = 0.5
 # Each decision against a fetch multiplies the estimate by this factor, so that fetches are tried again.
 _DECAY_WITHOUT_FETCHES = 0.95
-# Largest ratio of one fetch. After slow fetches, at most 28 prompts are computed before the next fetch.
+# Larger ratios of one fetch count as this number. Thus even after slow fetches, at most 28 prompts are computed before
+# the next fetch.
 _MAX_RATIO = 8.0
 
 

@@ -172,13 +172,13 @@ class FetchPlanner:
 
     def _is_found(self, kind: EntryKind, block_hash: bytes | int) -> bool:
         pools = [self._tier.pools[kind]]
-        # With several groups of requests, the request may run in a group that lacks the entry.
+        # With several groups of requests, ignore the groups' caches: the request may run in a group without the entry.
         if len(self._caches) == 1:
             pools.append(self._caches[0].pools[kind])
         return any(pool.lookup(block_hash) is not None for pool in pools)
 
     def _touch(self, hashes: Sequence[bytes | int]) -> None:
-        """Make the entries that the prompt already has the last to be evicted, because a fetch allocates slots."""
+        """Make the pools evict the prompt's existing entries last, because the fetch allocates slots."""
         for kind, pool in enumerate(self._tier.pools):
             for block_hash in reversed(hashes if kind == EntryKind.BLOCK else hashes[-1:]):
                 if (slot := pool.lookup(block_hash)) is not None:
@@ -189,7 +189,7 @@ class FetchPlanner:
         is_same_epoch, tier, counters = fetch.epoch == self._tier.epoch, self._tier, self.counters
         counters.outcomes[fetch.outcome] += 1
         counters.wait_s += fetch.end_s - fetch.begin_s
-        # The last entry is evicted first, because earlier entries are useful without it.
+        # Release the last entry first, so that it is evicted first: earlier entries are useful without it.
         for position in reversed(range(len(fetch.entries))):
             kind, block_hash, slot = fetch.entries[position]
             pool = tier.pools[kind]
@@ -221,7 +221,7 @@ class FetchPlanner:
             self._tier.pools[kind].release([slot])
 
     def abort(self, key: int) -> PrefixFetch | None:
-        """The fetch of an aborted request, which the caller must end; None if the request has no fetch."""
+        """Finish an aborted request. Returns its fetch, which the caller must end; None if the request has no fetch."""
         if (fetch := self._fetches.get(key)) is not None:
             fetch.request.status = RequestStatus.FINISHED
         return fetch

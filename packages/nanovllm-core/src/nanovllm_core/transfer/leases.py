@@ -21,7 +21,8 @@ FIRST_REQUEST_KEY = 1 << 62
 # A fetch holds at most MAX_HELD_BYTES, and at most MAX_HELD_SHARE of the host memory. It may always hold one entry.
 MAX_HELD_BYTES = 256 << 20
 MAX_HELD_SHARE = 1 / 8
-# Maximum bytes of the entries in one update. One thread hashes them, and one thread of the client copies them.
+# Maximum bytes of the entries in one update. One thread hashes an update, and one thread of the client copies it.
+# Several updates occupy several threads.
 MAX_UPDATE_BYTES = 16 << 20
 MAX_LEASES = 256  # further fetches find no entries
 

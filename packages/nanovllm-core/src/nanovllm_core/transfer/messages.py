@@ -58,7 +58,7 @@ class ResetPrefixCache(msgspec.Struct, frozen=True, tag=True):
 
 
 class RemoteMemory(msgspec.Struct, frozen=True):
-    """Where a client on the same host, or a client with NIXL, finds the server's host memory.
+    """Tells a client on the same host, or a client with NIXL, where to find the server's host memory.
 
     pid, descriptor: process and file descriptor of the memory. marker: bytes in the memory at `marker_offset`, which
         prove that a mapping shows this memory.

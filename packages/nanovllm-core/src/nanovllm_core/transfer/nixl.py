@@ -26,7 +26,7 @@ class NixlAgent:
     """
 
     def __init__(self, api: ModuleType, address: int, num_bytes: int):
-        # With this mode, several threads may use the agent. NIXL's own thread would always occupy a core.
+        # In this mode, several threads may use the agent. NIXL's progress thread is off: it would always occupy a core.
         sync_mode = api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
         config = api.nixl_agent_config(enable_prog_thread=False, sync_mode=sync_mode)
         self._agent: Any = api.nixl_agent(f"nanovllm-{secrets.token_hex(8)}", config)

@@ -252,7 +252,7 @@ class PeerConnection:
         has_payloads = len(payloads) == len(entries)
         new_entries: list[ReadyEntry] = []
         copies: list[PeerCopy] = []
-        # A message may arrive twice. After a failed copy, the entry is computed.
+        # Skip entries of a message that arrives twice. If their first copy failed, this engine computes the entries.
         known_positions = fetch.copying_positions | fetch.arrived_positions | open_fetch.failed_positions
         for index, entry in enumerate(entries):
             if 0 <= entry.position < len(fetch.entries) and entry.position not in known_positions:

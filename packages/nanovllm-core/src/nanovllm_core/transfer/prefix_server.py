@@ -49,7 +49,7 @@ CLIENT_TIMEOUT_S = 10.0
 NUM_CHECKSUM_THREADS = 4
 PROGRESS_INTERVAL_S = 0.001  # see `NixlAgent.progress`
 
-# Runs a function on the engine's thread, soon.
+# Makes the engine's thread call a function, and does not wait for the call.
 RunOnEngineThread = Callable[[Callable[[], object]], None]
 
 
@@ -144,7 +144,7 @@ class PrefixServer:
     async def _send_update(self, update: LeaseUpdate) -> None:
         slots = [self._memory.slot(kind, entry.slot) for kind, entry in zip(update.kinds, update.entries, strict=True)]
         checksums = await self._event_loop.run_in_executor(self._executor, _checksums_of, slots)
-        # If the lease has ended meanwhile, its slots may have other entries with valid checksums.
+        # If the lease has ended meanwhile, send nothing: its slots may hold other entries, whose checksums would match.
         if (lease := self._lease_by_number.get(update.number)) is None:
             return
         if update.entries:

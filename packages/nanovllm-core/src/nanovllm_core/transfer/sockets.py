@@ -7,7 +7,7 @@ from nanovllm_core.transfer.secret import KeyPair
 
 # Maximum bytes of a frame. The largest frames have the bytes of one entry, or the tokens and the hashes of a prompt.
 MAX_MESSAGE_BYTES = 256 << 20
-# A connection without an answer for HEARTBEAT_TIMEOUT_MS is made again.
+# ZeroMQ reconnects if the other side does not answer for HEARTBEAT_TIMEOUT_MS.
 HEARTBEAT_INTERVAL_MS, HEARTBEAT_TIMEOUT_MS = 1000, 3000
 
 

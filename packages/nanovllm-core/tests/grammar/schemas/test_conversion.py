@@ -40,7 +40,7 @@ def objects(properties, *required, **more):
 STRING, INTEGER, NULL = {"type": "string"}, {"type": "integer"}, {"type": "null"}
 NODE = objects({"v": INTEGER, "next": {"anyOf": [{"$ref": "#/$defs/node"}, NULL]}}, "v", "next")
 
-# A schema, what its grammar permits, and what it does not.
+# Cases by name: (schema, texts that its grammar permits, texts that its grammar rejects).
 CASES = {
     "anything": (True, ['{"a": [1, "x", null]}', "-0.5e3"], ["", "x", "{1}"]),
     "integer is no fraction": (INTEGER, ["-12", "0"], ["1.0", "01", '"1"']),
@@ -226,7 +226,7 @@ def test_unsupported_schema_names_place_and_keyword(schema, place, keyword):
 
 @pytest.fixture
 def steps(monkeypatch) -> list[int]:
-    """The numbers of steps that conversions count, one entry per call. They do not depend on the machine's load."""
+    """The arguments of all calls of `count_steps`. Unlike times, they do not depend on the load of the machine."""
     counted: list[int] = []
     count_steps = ShapeResolver.count_steps
 

@@ -172,7 +172,7 @@ def test_excluded_strings_are_not_permitted():
         compiled = grammar(exclude_strings(left_out, 16))
         for text in texts(2):
             assert permits(compiled, text) == (text not in left_out)
-        # With fewer prefixes, only strings that share the first letter of an excluded string may be missing.
+        # With a limit of one prefix, strings that share the first letter of an excluded string may be missing too.
         compiled = grammar(exclude_strings(left_out, 1))
         for text in texts(2):
             if text in left_out or text[:1] not in {other[:1] for other in left_out}:

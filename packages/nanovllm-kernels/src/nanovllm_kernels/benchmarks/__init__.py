@@ -2,7 +2,7 @@
 
     python -m nanovllm_kernels.benchmarks [--json FILE] [--only WORD]
 
-Each figure is a kernel's median time per call, over replays of a CUDA graph, and its bytes or operations per second.
+Each figure has a kernel's median time per call, over replays of a CUDA graph, and the bytes or operations per second.
 A graph calls the kernel on several copies of the inputs, which together exceed the L2 cache. Bytes and operations are
 the minimum that the result requires. Data that a kernel reads twice counts once. Inputs are random.
 """

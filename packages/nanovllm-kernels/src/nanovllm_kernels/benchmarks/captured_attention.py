@@ -156,7 +156,7 @@ def work_list_planning_case(requests: Sequence[RequestLengths], num_table_rows: 
 
 
 def captured_cases() -> Iterator[BenchmarkCase]:
-    """Yield cases of chunks over long contexts, whole prompts, draft tokens to verify, and steps without requests."""
+    """Yield cases of whole prompts, chunks over long contexts, draft tokens to verify, and steps without requests."""
     backends: list[Backend | None] = ["triton"]
     backends += ["fastest"] if has_flash_attention() or has_cute() else []
     backends += [None] if has_flash_attention() else []

@@ -21,7 +21,7 @@ MAX_SKEW_S = 0.002  # Maximum random delay of a rank before it starts replays.
 class GraphInputs:
     """Inputs that change in every replay. Every rank can compute the inputs of every rank.
 
-    Values are integers below 240 / size. Sums over all ranks are thus below 256, so that bf16 holds them exactly.
+    Values are integers below 240 / size, so sums over all ranks are below 240. bf16 holds integers up to 256 exactly.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -59,7 +59,7 @@ def run_collectives(communicator: Communicator, inputs: GraphInputs, normed_sum:
     inputs.advance()
     for num_rows, hidden_size in SHAPES:
         shape = (num_rows, hidden_size)
-        # Do not fill the weight right before the norm, which may load the weight before the previous kernel ends.
+        # Fill the weight early: the norm kernel may load the weight while the kernel before the norm still runs.
         weight = torch.ones(hidden_size, dtype=DTYPE, device=normed_sum.device)
         parts = inputs.make_all(shape)
         total = torch.stack(parts).sum(0)

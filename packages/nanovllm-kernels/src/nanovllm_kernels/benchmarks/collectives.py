@@ -5,7 +5,7 @@
 
 Figures are median microseconds per call, over replays of a CUDA graph of many calls on bf16 tensors. The columns force
 a kernel: one-shot, two-shot, or NCCL. A dash means that the operator lacks the kernel, or that the kernel's buffers do
-not hold the tensor. `all_reduce_norm` also adds a residual and computes RMSNorm: with one-shot in the same kernel.
+not hold the tensor. `all_reduce_norm` also adds a residual and computes RMSNorm. Only one-shot does this in one kernel.
 """
 
 import argparse
@@ -27,8 +27,8 @@ from nanovllm_kernels.platform import describe_device, has_cuda
 
 ROW_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
 HIDDEN_SIZES = (4096, 8192)
-# Calls in a graph, copies of the inputs, and timed replays. A graph has many calls, because ranks do not start a replay
-# at the same time.
+# Calls in a graph, copies of the inputs, and timed replays. A graph has many calls, because ranks start a replay at
+# different times: this difference then adds little to the time per call.
 NUM_CALLS, NUM_COPIES, NUM_REPLAYS = 320, 16, 11
 UNLIMITED = 1 << 40
 # For each column of the output: maximum number of bytes for the one-shot kernels, and for the two-shot kernels.

@@ -63,7 +63,7 @@ def _run_rank(
         device_id=None if device.type == "cpu" else device,
     )
     function(device, *arguments)
-    # An exception skips this call: other ranks may still wait for this rank, until the parent terminates them.
+    # If `function` raises, skip this call: it might wait for ranks that wait for this rank. The parent ends all ranks.
     dist.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -13,12 +13,15 @@ __all__ = ["BlockParts", "gather_blocks", "scatter_blocks"]
 
 
 def gather_blocks(parts: BlockParts, blocks: Tensor, rows: Tensor) -> None:
-    """Copy block blocks[i] of every cache to rows[i]. blocks: int64 [n]. rows: uint8 [n, row_bytes], contiguous."""
+    """Copy block number blocks[i] of every cache to rows[i].
+
+    blocks: int64 [n]. rows: uint8 [n, row_bytes], contiguous.
+    """
     _copy_blocks(parts, blocks, rows, writes_caches=False)
 
 
 def scatter_blocks(parts: BlockParts, blocks: Tensor, rows: Tensor) -> None:
-    """Copy rows[i] to block blocks[i] of every cache: the inverse of `gather_blocks`. Blocks must not repeat."""
+    """Copy rows[i] to block number blocks[i] of every cache: the inverse of `gather_blocks`. Blocks must not repeat."""
     _copy_blocks(parts, blocks, rows, writes_caches=True)
 
 

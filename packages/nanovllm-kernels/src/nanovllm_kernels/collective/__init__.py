@@ -25,8 +25,8 @@ class Communicator:
     and on the communicator's device. On CUDA this device is also the current device, and all calls use one stream, or
     streams that wait for each other. Calls can be captured in CUDA graphs. torch.compile(fullgraph=True) is supported.
 
-    Sums have the same bits on every rank. They are computed in float32 in rank order and rounded once, except by NCCL:
-    see `all_reduce`.
+    Sums have the same bits on every rank. Floating-point sums are computed in float32 in rank order and rounded once,
+    except by NCCL: see `all_reduce`.
     """
 
     rank: int
@@ -93,7 +93,7 @@ class Communicator:
         return _reduce_scatter_op(x, self._name)
 
     def exchange_columns(self, x: Tensor) -> Tensor:
-        """Turn some columns of all rows into all columns of some rows (an all-to-all).
+        """Exchange some columns of all rows for all columns of some rows, by an all-to-all.
 
         x: [n, c], this rank's c columns of n rows. n is a multiple of `size`. Any dtype.
         Returns: [n / size, size * c]. Rank r gets n / size rows, from row r * n / size on. Columns are in rank order.

@@ -1,4 +1,4 @@
-"""Exchanges tensors between GPUs: in one kernel, a rank sends to each peer, and sums or concatenates what arrives."""
+"""Exchanges tensors between GPUs: in one kernel, a rank sends to each peer, and sums or concatenates all parts."""
 
 from torch import Tensor
 from triton.experimental import gluon

@@ -2,10 +2,11 @@
 
 A word is empty while all its bits are set. `put` fills an empty slot of the receiver. `take` reads a slot until no word
 is empty, and empties the slot again. The data itself signals its arrival, so no flags, barriers or fences are needed.
-PTX promises only that each word arrives as a whole.
+PTX promises only that each word arrives as a whole, so `take` checks every word.
 
 Floating-point units have four words of 32 bits. A word with all bits set is NaN, which `put` sends as another NaN.
-Other units have only two elements of 32 bits. Each element is sent in a word of 64 bits, whose upper half is 0.
+Other units have only two elements of 32 bits. Each element is sent in a word of 64 bits. The word's upper half is 0, so
+that the word is never empty.
 """
 
 from triton.experimental import gluon
@@ -16,7 +17,7 @@ from nanovllm_kernels.collective.policy import SLOT_BYTES
 _SLOT_BYTES = gl.constexpr(SLOT_BYTES)
 
 # An asm block handles one slot. Triton passes the slot's address once per element, and the block uses the first copy.
-# Address 0 means that there is no slot. Operands: outputs, words of the unit, addresses.
+# Address 0 means that there is no slot. Operands: outputs, the unit's words (to put only), addresses.
 _PUT = gl.constexpr("""{
     .reg .pred valid, empty<4>;
     .reg .b32 word<4>;

@@ -26,7 +26,7 @@ def open_peer_memory(group: dist.ProcessGroup, device: torch.device) -> PeerMemo
     phases = torch.zeros(MAX_PROGRAMS, dtype=torch.int32, device=device)
     # Programs wait for each other, so all programs of a kernel must run at the same time: at most one per SM.
     num_sms = torch.tensor(describe_device(device).num_sms, dtype=torch.int32, device=device)
-    # When the host has the result, all ranks have emptied the slots of their buffers.
+    # This call is also a barrier: when the host has the result, all ranks have filled their buffers with EMPTY_BYTE.
     dist.all_reduce(num_sms, dist.ReduceOp.MIN, group)
     num_programs = min(MAX_PROGRAMS, int(num_sms))
     return PeerMemory(group.rank(), size, addresses, phases, num_programs, region_bytes, buffer)

@@ -43,7 +43,7 @@ class SymmetricBuffer:
             ) from error
         finally:
             _unregister_process_group(name)
-        # `buffer_ptrs` are the beginnings of the allocations that hold the buffers.
+        # `buffer_ptrs` are addresses of allocations. Each buffer begins at `offset` in its allocation.
         self.addresses = [pointer + self._mapping.offset for pointer in self._mapping.buffer_ptrs]
 
 
@@ -60,7 +60,7 @@ class RenumberingStore(Store):
         store: store of the process group. rank: this process's rank in the group.
         """
         super().__init__()
-        # The store still has the keys of the group's earlier rendezvous.
+        # Each rendezvous has its own prefix, because the store keeps the keys of the group's earlier rendezvous.
         rendezvous_number = store.add(f"nanovllm-symmetric-memory-rank-{rank}", 1)
         self._store = PrefixStore(f"nanovllm-symmetric-memory-{rendezvous_number}", store)
         self._numbers: dict[str, int] = {}
@@ -74,7 +74,7 @@ class RenumberingStore(Store):
         return self._store.get(self._renumber(key))
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Wait until all keys are set. Other threads can run meanwhile. timeout: None for the group store's timeout.
+        """Wait until all keys are set. Other threads can run meanwhile. timeout: None means the group store's timeout.
 
         Raises: RuntimeError after the timeout.
         """

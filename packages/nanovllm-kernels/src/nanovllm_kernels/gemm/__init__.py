@@ -17,7 +17,7 @@ from nanovllm_kernels.gemm import block_fp8, tiles
 from nanovllm_kernels.gemm.block_fp8_weight import BlockFP8Weight
 from nanovllm_kernels.platform import computes_rows_in_float32, has_numba, prefers_packed_bf16
 
-# Maximum number of rows for which this package's Triton kernels are used on CUDA. More rows use cuBLAS.
+# Maximum number of rows for Triton kernels on CUDA. More rows use cuBLAS, unless the weight is block FP8.
 MAX_TRITON_KERNEL_ROWS = tiles.MAX_SPLIT_ROWS
 # Number of rows for which oneDNN chooses a weight's layout.
 ONEDNN_PLANNED_ROWS = 8
@@ -125,8 +125,8 @@ def _project_panels(
 def round_up_rows(num_rows: int) -> int:
     """Round up the number of rows for a product in oneDNN. Adds at most min(num_rows / 8, MAX_PADDING_ROWS) rows.
 
-    oneDNN compiles one kernel per number of rows. Each kernel costs 3 to 6 ms and about 1 MB. oneDNN caches 1,024
-    kernels.
+    oneDNN compiles and caches one kernel per number of rows, which takes 3 to 6 ms and about 1 MB. The cache holds
+    1,024 kernels. Rounding limits the number of kernels.
     """
     step = min(1 << max(0, num_rows.bit_length() - 4), MAX_PADDING_ROWS + 1)
     return -(-num_rows // step) * step
@@ -345,7 +345,8 @@ _project_split_k_op.register_fake(lambda x, weight, _bias, residual, _counters: 
 
 def _find_largest(values: Tensor, count: int) -> Tensor:
     """Return the indices of the `count` largest values of each row of `values` [n, N]: int64 [n, min(count, N)]."""
-    # The `count` runs with the largest maxima contain the largest values. A direct search takes ten times as long.
+    # Search only the `count` runs with the largest maxima: at most `count` runs hold one of the `count` largest values.
+    # A direct search takes ten times as long.
     num_rows, size = values.shape
     end_of_whole_runs = size // LOGITS_PER_RUN * LOGITS_PER_RUN
     if end_of_whole_runs <= count * LOGITS_PER_RUN:

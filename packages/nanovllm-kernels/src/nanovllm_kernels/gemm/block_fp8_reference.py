@@ -1,4 +1,4 @@
-"""Block FP8 in plain torch: the reference for the kernels' tests, and the CPU path."""
+"""Computes block FP8 products in plain torch: the reference for the kernels' tests, and the CPU path."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""A linear layer's weight in block FP8."""
+"""Defines a linear layer's weight in block FP8."""
 
 from typing import NamedTuple
 

@@ -1,11 +1,11 @@
-"""Launch configurations of our GEMM kernels, and rules that choose between our kernels and cuBLAS.
+"""Defines launch configurations of our GEMM kernels, and rules that choose between our kernels and cuBLAS.
 
 The constants were measured on one H200 in bf16, with uncached weights. A weight is [num_columns, depth].
 """
 
 from typing import NamedTuple
 
-# Up to this number of weight elements, `triton_few_rows` beats cuBLAS. Keys: row counts rounded up to a power of two.
+# `triton_few_rows` is faster than cuBLAS up to this number of weight elements, by number of rows (see `padded_rows`).
 MAX_FEW_ROWS_ELEMENTS = {1: 1 << 62, 2: 1 << 62, 4: 1 << 24, 8: 1 << 23}
 # Bounds on a weight's size that define the kinds of weight in FEW_ROWS_CONFIGS.
 MAX_NARROW_COLUMNS = 2048
@@ -29,7 +29,7 @@ class FewRowsConfig(NamedTuple):
     num_warps: int
 
 
-# Keys: kind of weight, then number of rows rounded up to a power of two.
+# Tiles by kind of weight, then by number of rows rounded up to a power of two.
 FEW_ROWS_CONFIGS = {
     "narrow": {1: FewRowsConfig(2, 8), 2: FewRowsConfig(2, 8), 4: FewRowsConfig(2, 8), 8: FewRowsConfig(4, 4)},
     "deep": {1: FewRowsConfig(2, 4), 2: FewRowsConfig(4, 4), 4: FewRowsConfig(8, 4), 8: FewRowsConfig(4, 4)},
@@ -75,7 +75,7 @@ class SplitConfig(NamedTuple):
     num_stages: int
 
 
-# Keys: maximum number of rows.
+# Tiles by maximum number of rows.
 SPLIT_CONFIGS = {
     16: SplitConfig(16, 32, 128, 4, 4, 6),
     32: SplitConfig(32, 32, 128, 4, 4, 6),
@@ -128,14 +128,14 @@ MIN_FP8_GROUPS = 4
 MAX_FP8_SPLITS = 8  # maximum number of parts of K
 # Gated launches have fewer pipeline stages, because each stage holds two tiles of the weight.
 GATED_FP8_STAGES = 4
-# Keys: maximum number of rows.
+# Tiles by maximum number of rows.
 FP8_CONFIGS = {
     MAX_FUSED_FP8_ROWS: BlockFP8Config(16, 64, 1, 4, 4),
     32: BlockFP8Config(32, 64, 1, 4, 6),
     64: BlockFP8Config(64, 64, 1, 4, 6),
     MAX_FP8_ROWS: BlockFP8Config(64, 64, 1, 4, 6),
 }
-# Wider tiles, used if a launch still has enough CTAs. Keys: maximum number of rows.
+# Wider tiles by maximum number of rows, used if a launch still has enough CTAs.
 WIDE_FP8_CONFIGS = {MAX_FUSED_FP8_ROWS: BlockFP8Config(16, 128, 1, 4, 4), 64: BlockFP8Config(64, 128, 1, 4, 3)}
 MANY_ROWS_FP8_CONFIG = BlockFP8Config(128, 128, 1, 8, 4)
 

@@ -40,7 +40,7 @@ def plan_states(
 ) -> TorchPlan:
     """Plan a step for plain torch. The package's `plan_states` describes the arguments.
 
-    num_decodes: None if all requests with tokens are decodes, perhaps with drafts.
+    num_decodes: None means that all requests with tokens are decodes, perhaps with drafts.
     """
     row_starts, request_lens, request_slots = query_start_loc.tolist(), seq_lens.tolist(), slots.tolist()
     query_lens = [end - start for start, end in pairwise(row_starts)]
@@ -119,7 +119,10 @@ def _decode(
     conv_states: Tensor,
     plan: TorchPlan,
 ) -> Tensor:
-    """Compute the results of all decodes without norm and gate, float32 [t, Hv, Dv], and update the decodes' caches."""
+    """Compute the outputs of all decodes, float32 [t, Hv, Dv], and update their caches.
+
+    The caller applies the output norm and the output gate.
+    """
     if plan.drafts is not None:
         num_tokens = len(plan.drafts.token_decodes)
         rows = torch.cat((inputs[:num_tokens], ba[:num_tokens].to(conv_states.dtype)), 1)

@@ -35,8 +35,8 @@ class PackedExperts(NamedTuple):
     w13: [E, 2 I, H], the gate and the up projection.
     w2: [E, H, I], the down projection.
     scales13: scales of e4m3 `w13`, else None. scales2: scales of e4m3 `w2`, else None.
-    counters: int32, number of programs of each column tile that have ended. The last program of a launch resets them to
-        0. Concurrent launches must not share counters. None on a CPU.
+    counters: int32, number of finished programs of each column tile. The last program of a tile resets the tile's
+        counter to 0. Concurrent launches must not share counters. None on a CPU.
     first_id: id of the first expert. The rank's experts have the ids from `first_id` to `first_id + E - 1`.
     num_all_experts: number of experts of all ranks.
     """

@@ -32,8 +32,8 @@ WARP_GROUP_ROWS, BLOCK_COLUMNS, STEP_DEPTH = GLUON_TILE_ROWS // 2, 128, 128
 STAGES = 4  # steps that the ring buffer holds
 # Shared memory layout that the tensor cores require.
 SHARED_LAYOUT = gl.NVMMASharedLayout(128, 8, 2)
-# Registers per thread: at launch, in the copying warp, and in the multiplying warps. A multiplying warp needs 192 of
-# its registers for two sums and a product.
+# Registers per thread: at launch, in the copying warp, and in the multiplying warps. A thread of a multiplying
+# warp needs 192 registers for two sums and a product.
 LAUNCH_REGISTERS, COPY_REGISTERS, MULTIPLY_REGISTERS = 168, 24, 240
 # Rows and columns that a program of `_gather_rows` copies at once.
 GATHER_ROWS, GATHER_BLOCK = 16, 1024
@@ -229,7 +229,7 @@ def _copy_tiles(rings, sources, N: gl.constexpr, K: gl.constexpr, GATED: gl.cons
     TILE_COLUMNS: gl.constexpr = 128 if GATED else 256
     COLUMN_TILES: gl.constexpr = N // TILE_COLUMNS
     WEIGHT_ROWS_PER_EXPERT: gl.constexpr = 2 * N if GATED else N
-    # Distance from the first block of columns to the second.
+    # Rows of the weight from the first block of columns to the second.
     BLOCK_DISTANCE: gl.constexpr = N if GATED else 128
     num_work = gl.load(tiles_ptr) * COLUMN_TILES
     step = 0

@@ -1,4 +1,4 @@
-"""Mixtures of experts in plain torch: the reference for the kernels' tests, and the CPU path."""
+"""Runs mixtures of experts in plain torch: the reference for the kernels' tests, and the CPU path."""
 
 import torch
 from torch import Tensor

@@ -3,12 +3,12 @@
 | tokens | weights | kernel |
 |---|---|---|
 | 1 | block FP8 | `triton_matvec`: matrix-vector products |
-| up to MAX_UNSORTED_TOKENS or MAX_UNSORTED_FP8_TOKENS | any | `triton_unsorted`: pairs not sorted by expert |
+| up to MAX_UNSORTED_TOKENS (FP8: MAX_UNSORTED_FP8_TOKENS) | any | `triton_unsorted`: pairs not sorted by expert |
 | more, >= MIN_SPECIALIZED_AVERAGE_ROWS rows per expert | FP8, on Hopper | `gluon_grouped`: sorted, specialised warps |
 | more | any | `triton_grouped`: sorted pairs |
 
-With expert parallelism, tokens and pairs include those of other ranks. A rank expects the same average number of rows
-per expert as one rank with all experts: pairs / `PackedExperts.num_all_experts`.
+With expert parallelism, each rank counts all tokens and all pairs, including pairs with other ranks' experts. The
+average number of rows per expert is therefore pairs / `PackedExperts.num_all_experts`.
 
 The constants were measured on one H200, with uncached weights: 256 to 512 experts, with hidden size x intermediate
 size from 2048 x 512 to 7168 x 2048.
@@ -126,7 +126,7 @@ class GroupedConfig(NamedTuple):
     programs_per_sm: int = 2
 
 
-# Keys: maximum average number of rows per expert.
+# Tiles by maximum average number of rows per expert.
 GROUPED_BY_MAX_ROWS = {
     16: GroupedConfig(16, 64, 128, 4, 4, swapped=True),
     32: GroupedConfig(32, 64, 128, 4, 4, swapped=True),
@@ -134,7 +134,7 @@ GROUPED_BY_MAX_ROWS = {
 }
 GROUPED_OF_MORE_ROWS = GroupedConfig(128, 128, 64, 8, 3, swapped=False)
 GROUPED_FLOAT32 = GroupedConfig(32, 32, 32, 4, 2, swapped=False)
-# Tiles have GROUP columns, because each row of a tile's results has one scale.
+# Tiles have GROUP columns: the kernel quantises each row of a tile's `silu(gate) * up` as one group.
 GROUPED_FP8_BY_MAX_ROWS = {
     16: GroupedConfig(16, GROUP, GROUP, 4, 3, swapped=True, programs_per_sm=4),
     32: GroupedConfig(32, GROUP, GROUP, 4, 3, swapped=True),

@@ -50,8 +50,8 @@ def run_experts(x: Tensor, experts: PackedExperts, chosen: ChosenExperts, residu
         launch_pdl=overlap,
         **local_options,
     )
-    # A slot is one of the token's experts. A pass computes the average number of slots on this rank, rounded up to a
-    # power of two. More slots take more passes.
+    # A slot is one of the token's experts. One pass computes as many slots as this rank has on average, rounded up to
+    # a power of two. More slots take more passes.
     slots_per_pass = triton.next_power_of_2(triton.cdiv(top_k * num_experts, experts.num_all_experts))
     config = matvec_config(intermediate_size, slots_per_pass)
     _down[(triton.cdiv(hidden_size, config.block_n),)](

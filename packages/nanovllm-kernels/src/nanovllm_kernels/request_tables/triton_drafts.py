@@ -9,7 +9,7 @@ from nanovllm_kernels.request_tables.tables import TokenTables
 
 # Number of positions that a program of `_find_matches` compares at a time.
 SEARCH_BLOCK = 1024
-# Maximum number of programs of `_find_matches` for all requests. A GPU runs fewer programs at a time.
+# Approximate maximum number of programs of `_find_matches` for all requests: more than a GPU runs at a time.
 MAX_SEARCH_PROGRAMS = 2048
 # Number of pieces whose matches `_copy_drafts` reads at a time.
 PIECE_BLOCK = 128

@@ -128,7 +128,10 @@ def compute_logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> Logprobs:
 
 
 def compute_ranks(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Return the ranks of `tokens` (int32 [B]): int32 [B], the number of tokens at least as likely. logits: [B, V]."""
+    """Return int32 [B]: how many tokens of a row are at least as likely as the row's entry of `tokens`.
+
+    logits: [B, V]. tokens: int32 [B].
+    """
     return sampling_reference.compute_ranks(logits, tokens)
 
 

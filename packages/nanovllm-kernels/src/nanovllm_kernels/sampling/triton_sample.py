@@ -25,7 +25,7 @@ MAX_CANDIDATE_SEGMENTS = 512
 # If a row has candidates in more segments, the program reads the whole row, this number of tokens per iteration.
 ROW_BLOCK_TOKENS = 8192
 # Tokens whose logit / temperature is more than this number below the row's maximum are never drawn: Gumbel noise is
-# between -2.9 and 22.2, so that it makes up for a difference of at most 25.1.
+# between -2.9 and 22.2, so it can make up for a difference of at most 25.1.
 MAX_DISTANCE_FROM_MAX = 30.0
 
 

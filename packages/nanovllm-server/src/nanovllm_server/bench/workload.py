@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from random import Random
 
-# Largest token id of a prompt. The benchmark of another project, nano-vllm, uses this value. Our command `throughput`
-# has the workload of that benchmark by default.
+# Largest token id in `random_requests`. The value comes from the benchmark of another project, nano-vllm. By default,
+# our command `throughput` has the workload of that benchmark.
 MAX_TOKEN_ID = 10_000
 
 # Each of these words, after a space, is one token in the vocabularies of GPT-2, Llama, Qwen and their descendants. The

@@ -101,7 +101,8 @@ class Renderer:
             return None
 
     def _supports_developer_role(self) -> bool:
-        # Some templates write the name of any role into the prompt, even of roles that the model does not know.
+        # Some templates write the name of any role into the prompt. If an unknown role gives the same prompt except for
+        # the role's name, the template does not really support "developer".
         user = {"role": "user", "content": "."}
         developer_prompt = self._try_render({"role": "developer", "content": "."}, user)
         unknown_role_prompt = self._try_render({"role": "unknown", "content": "."}, user)

@@ -265,7 +265,7 @@ class Service:
         self._check_prompt_length(chat, len(token_ids))
         if chat.bad_words:
             sampling = replace(sampling, forbidden_sequences=self.renderer.encode_words(chat.bad_words))
-        # Clients may use the same request id twice.
+        # Make a new id, because clients may use the same request id twice.
         id_prefix = uuid.uuid4().hex
         requests = [
             Request(

@@ -28,7 +28,7 @@ from nanovllm_server.protocol.request import ChatRequest, parse_chat_request
 from nanovllm_server.protocol.response import Delta, Envelope
 
 BODY_TIMEOUT_S = 60  # Maximum time to read a request's body.
-# A thread parses bodies of at least this size, which would block the event loop for milliseconds.
+# A thread parses bodies of at least this size, because parsing would block the event loop for milliseconds.
 MIN_THREADED_BODY_BYTES = 1 << 17
 EVENT_STREAM_HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",

@@ -161,6 +161,6 @@ def _client_request_id(scope: HTTPScope) -> str | None:
 def _with_headers(event: HTTPResponseStartEvent, exchange: HttpExchange) -> HTTPResponseStartEvent:
     headers = [*event["headers"], (REQUEST_ID_HEADER, exchange.request_id.encode())]
     if exchange.is_chunked:
-        # Prevents request smuggling: a proxy may find a different end of a chunked body.
+        # Closing the connection prevents request smuggling: a proxy may find a different end of a chunked body.
         headers.append((b"connection", b"close"))
     return {**event, "headers": headers}

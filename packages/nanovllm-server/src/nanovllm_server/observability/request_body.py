@@ -47,7 +47,7 @@ class RequestBody:
     def add(self, event: ASGIReceiveEvent) -> None:
         """Handles a received event: a part of the body, or the client's disconnect."""
         if event["type"] != "http.request":
-            # The web framework cancels the application when the client has disconnected.
+            # `read` need not return: the web framework cancels the application when the client has disconnected.
             self.received.set()
             return
         if self._max_bytes:

@@ -196,7 +196,7 @@ class Source:
             yield
 
     def read_rest_of_object(self, sink: Callable[[str], None]) -> ReadGenerator[None]:
-        """Passes the rest of an object, whose { has been read, to `sink`.
+        """Passes the rest of an object to `sink`, after the object's { has been read.
 
         Stops after the object's } or before a line that begins with {.
         """

@@ -123,7 +123,7 @@ def start_prefill_engine(recipe: EngineRecipe, settings: TransferSettings) -> tu
 
 async def wait_for_death(engine: EngineClient) -> str:
     """Waits until the engine is dead. Returns the reason."""
-    # `EngineClient` has no event for the engine's death.
+    # Poll, because `EngineClient` has no event for the engine's death.
     while engine.death_reason is None:  # noqa: ASYNC110
         await asyncio.sleep(POLL_INTERVAL_S)
     return engine.death_reason

@@ -44,7 +44,7 @@ def _has_too_many_values(data: bytes | bytearray) -> bool:
     num_values, is_in_string, escape = 0, False, b""
     for piece in _split(data):
         without_backslashes = (escape + piece).replace(rb"\\", b"")
-        # The escaped character may be in the next piece.
+        # If the piece ends with a backslash, the character that it escapes is in the next piece.
         escape = b"\\" if without_backslashes.endswith(b"\\") else b""
         quotes_and_bytes_before_values = without_backslashes.replace(rb"\"", b"").translate(None, _BYTES_TO_SKIP)
         parts = quotes_and_bytes_before_values.split(b'"')

@@ -72,7 +72,7 @@ class ChatRequest:
     has_continuous_usage: every chunk of a stream has the usage so far.
     max_tokens_field: name of the request's field that sets `sampling.max_tokens`, for errors.
     priority: requests with a lower number are served first.
-    transfer_params: where to fetch the KV cache of the prompt, or that another server will; None without a router.
+    transfer_params: tells where to fetch the prompt's KV cache, or that another server will fetch it; None: neither.
     unknown_fields: paths of fields that the server does not know.
     """
 

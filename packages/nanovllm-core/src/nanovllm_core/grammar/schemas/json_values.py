@@ -14,7 +14,7 @@ def describe_value(value: JSON) -> str:
     match value:
         case dict() if value:
             return "an object"
-        # Nested values may be deeper than orjson can write.
+        # Arrays of arrays or objects are not written, because they may be deeper than orjson can write.
         case list() if len(value) > 4 or any(isinstance(item, dict | list) for item in value):
             return f"an array of {len(value)} {'items' if len(value) > 1 else 'item'}"
         case str() if len(value) > MAX_SHOWN_CHARACTERS:

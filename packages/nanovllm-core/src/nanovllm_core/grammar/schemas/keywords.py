@@ -219,7 +219,7 @@ class _KeywordReader:
     ) -> tuple[Fraction | None, bool]:
         """Returns (bound, whether the range excludes the bound). A bound of None means no limit."""
         bound = self.read_number(keyword)
-        # Up to draft 4, the exclusive keyword is a boolean: whether the range excludes the number in `keyword`.
+        # Up to draft 4, the exclusive keyword is a boolean. True: the range excludes the number in `keyword`.
         if isinstance(self.schema.get(exclusive_keyword), bool):
             return bound, self.schema[exclusive_keyword] is True and bound is not None
         exclusive_bound = self.read_number(exclusive_keyword)

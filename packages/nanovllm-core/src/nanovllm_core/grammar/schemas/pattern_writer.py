@@ -10,7 +10,7 @@ from nanovllm_core.grammar.schemas.characters import MAX_CODE_POINT, Ranges
 RULES_MARKER = "é{0,0}"
 # Maximum number of repetitions of a character that an automaton of xgrammar can count.
 MAX_COUNTED_REPETITIONS = 128
-# A range must not cross these code points: xgrammar's automaton for the range would accept overlong UTF-8.
+# No range may cross these code points, because xgrammar's automaton for such a range accepts overlong UTF-8.
 UTF8_LENGTH_EDGES = (0x800, 0x10000)
 
 
@@ -21,9 +21,9 @@ def write_pattern(node: regex.Node) -> str:
     match (`a|b|[ab]|b{1,2}` accepts "ab"), they accept overlong UTF-8, and they fail with more than 128 repetitions.
     `RULES_MARKER` makes xgrammar compile a pattern to rules, which are correct.
 
-    A repeated character class stays an automaton: the bugs do not affect it, and rules would be slow. With
-    rules, xgrammar tests long tokens at run time, which takes 3 to 20 ms per mask (set of
-    allowed next tokens). With automata, a mask takes 0.01 ms.
+    A repeated character class stays an automaton: the bugs do not affect it, and rules would be slow. With rules,
+    xgrammar tests long tokens at run time, which takes 3 to 20 ms per mask (set of allowed next tokens). With automata,
+    a mask takes 0.01 ms.
     """
     match node:
         case regex.Repeat(regex.CharacterSet(ranges), low, high) if max(low, high or 0) <= MAX_COUNTED_REPETITIONS:

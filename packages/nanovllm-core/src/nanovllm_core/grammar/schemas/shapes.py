@@ -1,7 +1,7 @@
 """Defines shapes. A shape describes values of one JSON type. A schema allows the values of all its shapes.
 
-A shape refers to the schemas of items and properties by number. If a shape contained their shapes, the shape of a
-recursive schema would never end.
+A shape refers to the schemas of its items and properties by number. If it contained the shapes of these schemas, the
+shape of a recursive schema would never end.
 A bound of None means no limit.
 """
 
@@ -23,7 +23,7 @@ Places: TypeAlias = tuple[tuple[str, str], ...]
 class Shape:
     """Values of one JSON type.
 
-    places: the keywords that define the shape and where they are, for error messages.
+    places: the keywords that define the shape, with their places, for error messages.
     omits_allowed_values: the shape lacks some values that the schema allows, so the shape can't be negated.
     comes_from_negation: the shape is part of a complement. JSON Schema then treats all properties and items as
         unevaluated.

@@ -14,8 +14,8 @@ from nanovllm_core.grammar.schemas.shapes import StringShape, keyword_place
 MAX_REPETITIONS = 1_000_000
 # Maximum depth in characters of the trie in `exclude_strings`.
 MAX_TRIE_DEPTH = 32
-# Maximum number of prefixes in this trie. Compiling a prefix takes 7 ms. Therefore the tries of later objects in a
-# schema have at most MAX_LATER_TRIE_PREFIXES (see `MAX_EXACT_OBJECTS` in `undeclared_properties.py`).
+# Maximum number of prefixes in this trie. Compiling a prefix takes 7 ms. Therefore only the first objects of a schema
+# (`MAX_EXACT_OBJECTS` in `undeclared_properties.py`) get so many. The others get MAX_LATER_TRIE_PREFIXES.
 MAX_TRIE_PREFIXES = 6
 MAX_LATER_TRIE_PREFIXES = 1
 
@@ -91,7 +91,7 @@ def limit_length(tree: regex.Node, low: int, high: int | None) -> regex.Node | N
 
 
 def _limit_varying_part(parts: tuple[regex.Node, ...], low: int, high: int | None) -> regex.Node | None:
-    """Restricts the total length by limiting the only part of variable length. Returns None if there are several."""
+    """Restricts the total length by limiting the only part of variable length. Returns None for several such parts."""
     varying = [index for index, part in enumerate(parts) if len(set(search.match_lengths(part))) > 1]
     if len(varying) != 1:
         return None

@@ -33,7 +33,7 @@ from nanovllm_core.grammar.schemas.undeclared_properties import plan_undeclared_
 
 # Maximum number of constants that replace a keyword such as multipleOf or uniqueItems.
 MAX_ENUMERATED_VALUES = 2_000
-# Maximum number of enum values of unique items. A list of the allowed arrays replaces the schema of unique items.
+# Maximum number of enum values of items that must be unique. A list of all allowed arrays replaces the array's schema.
 MAX_UNIQUE_ENUM_VALUES = 200
 # Maximum value of minItems and maxItems in xgrammar.
 MAX_ITEMS = 100_000

@@ -51,7 +51,7 @@ def plan_batch(
         request may have no query. If request b has n queries, query i of request b has position seq_lens[b] - n + i,
         and sees the tokens up to this position.
     num_decodes: number of leading requests with exactly one query. None: the host does not know this number. A captured
-        graph can then be replayed for any lengths within the bounds. "torch" does not allow None.
+        graph can then be replayed for any lengths within the bounds. The backend "torch" does not allow None.
     max_query_len: upper bound on the queries of a request. Launches depend on this bound.
     max_seq_len: upper bound on the tokens of a request. Launches depend on this bound.
     num_heads: number of query heads.
@@ -154,7 +154,7 @@ def _plan_work_lists(
     queries_per_tile = [config.block_m // group_size for config in configs]
     min_query_len = 2 if num_decodes == 0 or batch.cute_seq_lens is not None else 1
     query_len_ranges = split_query_lens(*queries_per_tile, min_query_len, batch.max_query_len)
-    # The default filter excludes no request. Another filter excludes those that FlashAttention computes.
+    # The default filter excludes no request. With FlashAttention, the filter excludes FlashAttention's requests.
     request_filter, excluded_query_lens = WorkListFilter(), None
     min_flash_queries = flash_prefill.MIN_QUERY_LEN_OF_CAPTURED_STEPS if num_decodes is None else 2
     uses_flash = (
@@ -223,7 +223,7 @@ def make_attention_estimator(num_heads: int, num_kv_heads: int, device: torch.de
     """Return an estimator of the time that the attention of prompts takes on `device`."""
     num_sms = describe_device(device).num_sms
     if num_sms < num_kv_heads:
-        return PROPORTIONAL_ESTIMATOR  # For CPUs and the interpreter.
+        return PROPORTIONAL_ESTIMATOR  # On CPUs and in the interpreter, `num_sms` is 0.
     request_filter = flash_requests.work_list_filter(num_heads, num_sms)
     tile_tokens = max(1, flash_requests.FLASH_TILE_ROWS * num_kv_heads // num_heads)
     return AttentionEstimator(

@@ -54,7 +54,7 @@ class DecodeWorkspace(NamedTuple):
 
 
 class QueryTiles(NamedTuple):
-    """The tiles of B requests, R per request. A tile may have no queries.
+    """Holds the tiles of B requests, R tiles per request. A tile may have no queries.
 
     lens: int32 [B * R], number of tokens that the tile's last query sees, 0 for a tile without queries.
     queries: int32 [B * R, 2], pairs (row of the tile's first query, number of queries).

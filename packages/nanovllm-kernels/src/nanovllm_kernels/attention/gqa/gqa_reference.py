@@ -96,8 +96,8 @@ def _attend_prefill(
     padded_queries = num_keys = round_up_tokens(num_queries, q.dtype)
     if prefill.mask is not None:
         padded_queries, num_keys = prefill.mask.shape
-    # No query sees the padded keys: the mask hides them, or they come after the last token. The padding is 0, because
-    # unfilled slots may hold NaN, which a weight of 0 would not cancel.
+    # No query sees the padded keys: the mask hides these keys, or causal attention does. Pad with zeros instead of
+    # unfilled slots: a slot may hold NaN, and a weight of 0 times NaN is NaN.
     queries = _pad_tokens(q.transpose(0, 1).unsqueeze(0), padded_queries)
     out = functional.scaled_dot_product_attention(
         queries,

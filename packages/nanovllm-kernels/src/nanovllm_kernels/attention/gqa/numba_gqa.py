@@ -40,7 +40,7 @@ from nanovllm_kernels.numba_tiles import (
     transpose_keys,
 )
 
-# Keys per block. A tile of queries and a float32 copy of a block fit in the processor's first-level cache.
+# Keys per block. For heads of 128, a row tile and a block's float32 keys fit in a first-level cache of 48 KiB.
 BLOCK_KEYS = 64
 # Maximum rows of a tile with several tokens. Each token has one row per query head that shares the key-value head.
 MAX_QUERY_TILE_ROWS = 96
@@ -329,7 +329,7 @@ def _compute_weights(scores_ptr, num_visible, softmax_ptr, outputs_ptr, num_rows
     else:
         max_score = softmax_state[0]
     softmax_state[0] = max_score
-    # A masked score has a weight of about 1e-38. The sum does not change, because the largest score has the weight 1.
+    # The largest score so far adds a weight of 1 to the sum. Masked scores add about 1e-38, which rounding removes.
     softmax_state[1] += exp_and_sum(scores_ptr, BLOCK_KEYS, max_score)
     if num_visible < BLOCK_KEYS:
         _fill(scores_ptr, num_visible, _ZERO)
@@ -349,7 +349,7 @@ def _rescale(outputs_ptr, num_rows, value_dim, factor):
     for panel in range(value_dim // PANEL_WIDTH):
         outputs = numba.carray(pointer(outputs_ptr + 4 * panel * num_rows * PANEL_WIDTH), (PANEL_WIDTH,), np.float32)
         for k in range(PANEL_WIDTH):
-            # Do not multiply by factor 0: outputs are then uninitialised memory, which may hold NaN.
+            # With factor 0, outputs may be uninitialised. Do not multiply: 0 times NaN is NaN.
             outputs[k] = outputs[k] * factor if factor != _ZERO else _ZERO
 
 

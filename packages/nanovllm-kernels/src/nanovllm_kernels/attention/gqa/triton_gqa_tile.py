@@ -51,7 +51,7 @@ def attend_range(
                 k = tl.load(k_ptrs, mask=dim_mask[:, None], other=0.0)
             scores = tl.dot(q, k, input_precision="ieee") * scale_log2
             if masked:
-                # The causal mask also excludes keys at `end` and later.
+                # Scores need no mask for `end`: `end` is the end of a block, or the causal mask hides all later keys.
                 scores = tl.where(key_positions[None, :] <= query_positions[:, None], scores, float("-inf"))
                 v = tl.load(v_ptrs, mask=key_mask[:, None] & dim_mask[None, :], other=0.0)
             elif q.shape[1] == HEAD_DIM:

@@ -55,7 +55,8 @@ def attend_fp8_range(
     q, scale_log2 = queries_to_float16(q, scale_log2)
     dims = tl.arange(0, q.shape[1])
     dim_mask = dims < HEAD_DIM
-    # Load 8-bit values in pairs, because the hardware only transposes 16-bit elements of shared memory.
+    # The product needs the values (V) transposed, and the hardware transposes only 16-bit elements of shared memory.
+    # Therefore load the 8-bit elements of V in pairs.
     dim_pairs = tl.arange(0, q.shape[1] // 2)
     pair_mask = dim_pairs < HEAD_DIM // 2
     v_ptr = (k_ptr + NUM_KV_HEADS * HEAD_DIM).to(tl.pointer_type(tl.uint16), bitcast=True)
@@ -91,7 +92,7 @@ def attend_fp8_range(
             scores = tl.dot(q, k.to(q.dtype), input_precision="ieee") * scale_log2
             scores = scale_scores(scores, k_exponents, v_exponents)
             if masked:
-                # The causal mask also excludes keys at `end` and later.
+                # Scores need no mask for `end`: `end` is the end of a block, or the causal mask hides all later keys.
                 scores = tl.where(key_positions[None, :] <= query_positions[:, None], scores, float("-inf"))
             weights, rescale, running_max, running_sum = weigh_scaled_scores(
                 scores, running_max, running_sum, v_exponents

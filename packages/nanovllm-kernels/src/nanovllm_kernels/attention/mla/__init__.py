@@ -233,7 +233,7 @@ def _gather_latents_op(
 ) -> Tensor:
     """Return the cached latent and rotated key part of each token in a whole prompt: [num_tokens, L + R] in `dtype`.
 
-    Rows of other tokens are zeros, because FlashAttention reads past a prompt's end.
+    Rows of other tokens are zeros: FlashAttention reads past a prompt's end, and a weight of 0 times NaN is NaN.
     """
     from nanovllm_kernels.attention.mla import triton_expanded
 

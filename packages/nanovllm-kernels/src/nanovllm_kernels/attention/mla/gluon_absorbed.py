@@ -192,7 +192,7 @@ def _copy_inputs(
     first_tile, end_tile, head = load_program_tiles(plan, NUM_HEADS)
     for tile in range(first_tile, end_tile):
         request, token, begin, end, _slot = load_tile_share(plan, tile, NUM_HEADS)
-        # For the first tile, this wait returns at once.
+        # At the first tile, no queries are in shared memory yet, and this wait returns at once.
         mbarrier.wait(queries_free, (num_tiles_done + 1) & 1)
         mbarrier.expect(queries_ready, 9 * 64 * 64 * 2)
         for block in gl.static_range(8):
@@ -295,7 +295,7 @@ def _score_and_sum(
             sums = sums * gl.convert_layout(rescale, gl.SliceLayout(1, SUM_LAYOUT))[:, None]
             sums = warpgroup_mma(weights, latent_halves.index(stage * 2), sums, is_async=True)
             sums = warpgroup_mma_wait(0, deps=[sums])
-            # Do not release the tile's last stage yet: the memory of this stage then holds the results to store.
+            # Do not release the tile's last stage yet: `_store_half` needs the memory of this stage for results.
             mbarrier.arrive(stage_empty.index(stage), pred=start + 64 < end)
             num_blocks_done += 1
         mbarrier.wait(weights_free, (num_exchanges + 1) & 1)

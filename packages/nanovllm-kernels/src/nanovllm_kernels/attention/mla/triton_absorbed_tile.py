@@ -104,7 +104,7 @@ def attend_range(
         if QUANTIZED:
             exponents = tl.load(exponents_ptr + slots, mask=key_mask, other=0).to(tl.int32)
             scores = scale_scores(scores, exponents, exponents)
-        # The causal mask also excludes tokens at `end` and later.
+        # Scores need no mask for `end`: `end` is the end of a block, or the causal mask hides all later tokens.
         scores = tl.where(key_positions[None, :] <= query_positions[:, None], scores, float("-inf"))
         if QUANTIZED:
             weights, rescale, running_max, running_sum = weigh_scaled_scores(

@@ -15,8 +15,8 @@ from nanovllm_kernels.attention.plan.work_list import WorkListFilter
 FLASH_TILE_ROWS = 128
 # FlashAttention is faster than work lists once the tiles of chunks fill this share of the device (measured on an H200).
 MIN_FILLED_SHARE = 0.35
-# Minimum number of tokens before a chunk in a work list. With fewer tokens, the extra launch costs
-# more time than the work list saves.
+# Minimum number of tokens before a chunk in a work list. With fewer tokens, the extra launch costs more time than the
+# work list saves.
 MIN_WORK_LIST_CONTEXT = 1024
 # Maximum number of entries in a launch. An entry holds one request. Even an unused entry costs time.
 MAX_FLASH_REQUESTS = 32

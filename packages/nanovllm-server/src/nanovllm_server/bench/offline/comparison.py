@@ -23,7 +23,7 @@ from nanovllm_server.protocol.json import JSON
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfflineOptions:
-    """Options of a run. config: for our engine; the device, dtype and limits also apply to the peer.
+    """Options of a run. config: for our engine; `_make_peer_job` lists the fields that also apply to the peer.
 
     peer: the engine to compare with; None for no comparison.
     """
@@ -40,7 +40,7 @@ class OfflineOptions:
 def run(options: OfflineOptions, spec: ModelSpec, benchmark: OfflineBenchmark) -> None:
     """Measures and reports all cases.
 
-    Raises BenchError if a request does not fit into the context or the peer fails, and the errors of `time_engine`.
+    Raises BenchError if `_check_options` refuses the options or the peer fails. Also raises `time_engine`'s errors.
     """
     config = options.config
     device = config.device or ("cuda" if torch.cuda.is_available() else "cpu")

@@ -77,7 +77,7 @@ class PeerJob:
     max_model_len, max_num_seqs, max_num_batched_tokens: None for the peer's defaults.
     threads: number of threads that our engine uses in torch.
     state_dtype: dtype of recurrent states.
-    heads: None for no speculation.
+    draft_heads: None for no speculation.
     needs_time_to_all_first_tokens: whether to measure the time at which every request has its first token.
     warm_up_tokens: maximum number of output tokens per request in the warm-up.
     cases: requests of each case. Each case is measured in `repeat` runs.

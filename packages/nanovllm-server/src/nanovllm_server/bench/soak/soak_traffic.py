@@ -24,7 +24,8 @@ NUM_LARGE_OBJECTS = 40
 NUM_LARGE_OBJECT_FIELDS = 20
 # Maximum number of words of a long prompt, which fills the server's caches.
 MAX_CACHED_PROMPT_WORDS = 20_000
-# On a CPU, a step rarely has more tokens than this many random prompts of maximum length have together.
+# `build_prompts_of_all_lengths` goes up to this many times the words of the longest random prompt. On a CPU, a step of
+# random traffic rarely has more tokens.
 MAX_LONGEST_PROMPTS_PER_STEP = 4
 # Number of different prefixes that prompts share, so that they use the prefix cache.
 NUM_SHARED_PREFIXES = 8
@@ -195,7 +196,7 @@ def _build_hostile_schema_request(source: TrafficSource) -> Exchange:
         {"type": "object", "properties": {f"p{branch}": {"const": number}}} for branch in range(200)
     ]
     nested: JSON = {"type": "string"}
-    # This client's JSON encoder allows at most 254 levels.
+    # Each round adds two levels. This client's JSON encoder allows at most 254 levels.
     for _ in range(random.randint(20, 110)):
         nested = {"type": "object", "properties": {f"p{number}": nested}}
     schemas: list[JSON] = [{"oneOf": branches}, nested, {"const": "a" * 5000, "pattern": f"(a*)*{number}"}, number]

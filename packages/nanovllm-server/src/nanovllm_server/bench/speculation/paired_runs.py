@@ -14,14 +14,14 @@ from tqdm import tqdm
 from nanovllm_core import Engine, EngineClient, EngineConfig, ModelSpec, Request, RequestOutput, SamplingParams
 from nanovllm_server.bench.report import BenchError
 
-# Every 0.2 s, an engine on a CPU measures how many cores other processes use. The engine runs slower if the other
-# processes need its cores. After this pause, the measurement no longer includes the other engine's last run.
+# Pause before each run. Every 0.2 s, an engine on a CPU measures how many cores other processes use. It runs slower if
+# those processes need its cores. After the pause, the measurement no longer includes the other engine's last run.
 PAUSE_S = 0.5
 # Time limit of a step. With a shorter limit, measured times decide how a prompt is split into chunks. The split changes
 # the last bits of keys, and sometimes tokens, even without drafts. With this limit, both engines use the same chunks.
 STEP_LIMIT_MS = 60_000.0
-# Number of likeliest tokens whose log-probabilities are read. `Difference.margin` is None unless both tokens are among
-# these tokens.
+# Number of likeliest tokens whose log-probabilities are read. If `plain_token` or `drafted_token` is not among these
+# tokens, `Difference.margin` is None.
 _NUM_TOP_TOKENS = 20
 
 
@@ -144,7 +144,7 @@ class PairRunner:
     def __init__(self, plain: Engine, drafted: Engine, max_tokens: int):
         self._plain = plain
         self._drafted = drafted
-        # An answer has at least two tokens, because the first token has no rate.
+        # `min_tokens` is 2 because the rate counts only the tokens after the first token.
         self._sampling = SamplingParams(max_tokens=max_tokens, min_tokens=2, temperature=0)
         self._pair_numbers = count()
 

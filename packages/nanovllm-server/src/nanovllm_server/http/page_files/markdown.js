@@ -223,7 +223,7 @@ class MarkdownView {
     if (text) partialLine.before(text);
     if (endLine === -1) {
       this.tail = lines.at(-1);
-      // The line may become the end of the block.
+      // Hide the line while it may become the end of the block.
       partialLine.data = /^ {0,3}[`~]*\s*$/.test(this.tail) ? "" : this.tail;
     } else {
       this.tail = lines.slice(endLine + 1).join("\n");

@@ -6,8 +6,8 @@
 const POLL_MS = 1000, RATE_WINDOW_MS = 3000, REQUEST_WINDOW_MS = 60000;
 const MAX_RATES = 60;
 /**
- * Recent samples of /metrics, oldest first: {time, values by metric}, for metrics with only the labels of model and engine.
- * A metric of a cache tier has the key "name:tier".
+ * Recent samples of /metrics, oldest first: {time, and each metric's value under the metric's name}. Has only metrics
+ * without labels other than model and engine, and metrics of cache tiers, whose names here are "name:tier".
  */
 let samples = [];
 /** Tokens per second, one number per poll. */
