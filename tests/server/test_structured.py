@@ -218,7 +218,7 @@ async def test_constraints_that_can_not_be_enforced_are_a_400(sdk, fields, param
 
 @pytest.mark.slow
 async def test_reasoning_is_unconstrained_and_has_a_budget(run_server, shallow_model, tmp_path):
-    # This model's tokenizer has the special tokens <think> and </think>.
+    # Copy the model, and rename two special tokens of its tokenizer to <think> and </think>.
     model = tmp_path / "thinking"
     model.mkdir()
     for file in shallow_model.iterdir():

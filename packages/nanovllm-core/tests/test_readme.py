@@ -18,7 +18,7 @@ def example() -> str:
 
 
 def uv(*arguments: str, cwd: Path) -> str:
-    # `uv run` names itself in UV, so that a test need not rely on the PATH.
+    # `uv run` sets the variable UV to its own path, so uv need not be in PATH.
     program = os.environ.get("UV") or shutil.which("uv")
     assert program, "uv is needed: run the tests with `uv run pytest`"
     environment = {name: value for name, value in os.environ.items() if name != "VIRTUAL_ENV"}

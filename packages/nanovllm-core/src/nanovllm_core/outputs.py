@@ -98,7 +98,7 @@ class RequestFailure(NamedTuple):
 
 
 class StepOutputs(msgspec.Struct, frozen=True, array_like=True):
-    """The outputs of one step. The fields are lists over all requests, because creating an object per request is slow.
+    """The outputs of one step. Each field is one list for all requests, so most requests need no object per step.
 
     keys: request key of each new token.
     tokens: id of each new token. The tokens of one request are in order.
@@ -126,11 +126,10 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     logprobs: one entry per new token; None if not requested.
     finish_reason: set in the last output; None in all earlier outputs.
     stop_token: id of the token that stopped the request; None if no token stopped the request.
-    prompt_logprobs: log-probabilities of all prompt tokens except the first token, in the first output; None in all
-        later outputs, and if not requested.
+    prompt_logprobs: log-probabilities of all prompt tokens but the first. Only the first output has them; None if not
+        requested.
     scheduled_time: value of `time.monotonic` when the request first left the engine's queue.
-    num_accepted_drafts, num_rejected_drafts: numbers of drafts that speculative decoding has accepted and rejected so
-        far.
+    num_accepted_drafts, num_rejected_drafts: numbers of draft tokens accepted and rejected so far.
     """
 
     id: str

@@ -1,4 +1,4 @@
-"""Qwen3-Coder: calls are elements whose values get their types from the schema. Some models reason."""
+"""Qwen3-Coder writes calls as XML-like elements. The function's schema decides the types of values. Some reason."""
 
 import pytest
 

@@ -297,7 +297,7 @@ def check_stream(data: bytes, *, complete: bool) -> None:
             assert block.startswith("data: ")
             chunk = check_body("ChatCompletionChunk", block.removeprefix("data: "))
             envelopes.add((chunk["id"], chunk["created"], chunk["model"], chunk["system_fingerprint"]))
-            # The last chunk with the usage has no choices; every other chunk has one choice.
+            # If usage was requested, the last chunk has the usage and no choices. Every other chunk has one choice.
             if not chunk["choices"]:
                 assert chunk["usage"]
                 assert blocks[number + 1 :] in ([], ["data: [DONE]"])

@@ -28,7 +28,7 @@ _MAX_POSITION = np.iinfo(np.int32).max
 # Lower temperatures count as greedy, because dividing logits by them could overflow.
 _MIN_RANDOM_TEMPERATURE = 1e-5
 _MIN_TOP_P = 1e-6  # kernels need a positive top-p
-# Maximum number of a request's predicted tokens that are searched for drafts. A multiple of 16 keeps
+# Maximum number of tokens of a client's prediction. Drafts are copied from these tokens. A multiple of 16 keeps
 # `RequestTable.tokens`, which follows these tokens, aligned.
 _MAX_PREDICTION_TOKENS = 16_384
 _NO_TOKEN = -1
@@ -55,8 +55,8 @@ class SamplingOps(IntFlag):
 class StepInputs:
     """Inputs of a step.
 
-    If ranks have different requests, an index of a request is an index among the requests of all ranks, in the order of
-    `ParallelContext.gather_requests`. If not, each rank has all requests.
+    Indices of requests count all ranks' requests, in the order of `ParallelContext.gather_requests`. If ranks have
+    equal requests, each rank has all of them.
 
     device_rows: this rank's requests, with padding only if ranks have different requests.
     query_lens: int64 [n], number of tokens that the step computes for each of this rank's requests, without padding.
@@ -162,7 +162,8 @@ class RequestTable:
         self.num_pending = zeros(num_rows) if has_recurrent_layers and max_drafts else None
         self.step_buffer = StepBuffer(num_rows, device)
         self._ops = np.zeros(num_rows, np.uint8)
-        # The `SamplingOps` last written to each row's tables. The values may be those of a finished request.
+        # `SamplingOps` of the request whose values each row's optional tables have. It may be a finished request, whose
+        # values a new request must replace.
         self._written_ops = np.zeros(num_rows, np.uint8)
         # `SamplingParams.logprobs` by row of the plan. The row numbers of a plan cover all ranks.
         self._num_logprobs = np.full(parallel.count_gathered(num_rows), -1, np.int64)

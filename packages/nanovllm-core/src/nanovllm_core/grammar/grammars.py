@@ -122,7 +122,7 @@ class _VettingCompiler:
     def compile(self, spec: GrammarSpec) -> Grammar:
         """Vet and compile a grammar. Raises GrammarError."""
         with self._lock:
-            # The vetter's process imports torch while the compiler warms up.
+            # The first read of `_vetter` starts its process, which imports torch while the compiler warms up.
             vetter, compiler = self._vetter, self._compiler
             compiler.warm_up()
         converted = vetter.vet(spec)

@@ -27,7 +27,7 @@ class RankGroup:
 
     Create and leave the group on the thread that runs the model. A process can be in one group at a time, because
     torch.distributed has one default group per process.
-    context: this process's rank.
+    context: this process's rank, the number of ranks, and the communicator.
     """
 
     def __init__(self, rank: int, config: ResolvedConfig, rendezvous: Path):
@@ -78,7 +78,7 @@ class RankGroup:
             torch.set_num_threads(self._num_threads_before)
 
     def abandon(self) -> None:
-        """Disconnect after another rank has ended."""
+        """Call this method instead of `leave` after another rank has ended."""
         # With NCCL, leaving could wait for the ended rank forever: keep the group until this process ends.
         if not self._is_cuda:
             self.leave()

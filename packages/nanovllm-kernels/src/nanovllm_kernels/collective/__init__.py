@@ -57,8 +57,8 @@ class Communicator:
         """Overwrite `x` with the sum of the ranks' `x`, and return `x`.
 
         NCCL, which computes large sums, rounds after each addition. NCCL's results also have the same bits on every
-        rank. With two ranks, the reason is that addition commutes. With more ranks, NCCL's rings and trees compute each
-        sum on one rank and copy the sum.
+        rank. With two ranks, the bits are equal because addition commutes. With more ranks, NCCL's rings and trees
+        compute each sum on one rank and copy the sum.
 
         x: any shape; float32, bfloat16, float16, int32 or int64.
         """
@@ -73,7 +73,7 @@ class Communicator:
         partial: [T, H], float32, bfloat16 or float16. Overwritten with unspecified values if there is a residual.
         residual: [T, H], equal on all ranks, float32 or with the dtype of `partial`. Overwritten. None: the sum is the
             new residual.
-        norm_weight: [H], plain or from `elementwise.prepare_norm_weight`.
+        norm_weight: [H], or the result of `elementwise.prepare_norm_weight`.
         dtype: the dtype of the normed rows.
         Returns: (new residual, normed rows), both [T, H]. The new residual is the tensor `residual`, or `partial` if
             there is no residual. The norm applies to the rounded new residual.

@@ -174,8 +174,8 @@ class Generation:
 
     @property
     def _reuses_prompt_cache(self) -> bool:
-        # After the first choice's first token, other choices find the prompt in the prefix cache. The cache holds only
-        # full blocks of tokens and never the whole prompt: a prompt of at most one block is not in the cache.
+        # After the first choice's first token, other choices find full blocks of the prompt in the prefix cache. Each
+        # choice computes at least the last token, so a prompt of at most one block finds nothing.
         info = self._engine.info
         return info.prefix_caching and self._requests[0].num_prompt_tokens > info.block_size
 

@@ -83,7 +83,7 @@ class Document:
             pending.extend(reversed(subschemas(located)))
 
     def base_uri(self, located: LocatedSchema) -> str:
-        """The URI to which references in this schema are relative. The schema's own "$id" may change it."""
+        """The URI to which references in this schema are relative: `located.base_uri`, or the schema's "$id"."""
         return self._base_uri_by_object_id.get(id(located.schema), located.base_uri)
 
     def resolve_reference(self, located: LocatedSchema, reference: JSON, keyword: str) -> LocatedSchema:
@@ -153,7 +153,7 @@ def subschemas(located: LocatedSchema) -> list[LocatedSchema]:
 
 
 def escape_pointer_part(name: str) -> str:
-    """Escape the first 100 characters of `name` for a JSON pointer."""
+    """Cut `name` to 100 characters, and escape it for a JSON pointer."""
     return name[:100].replace("~", "~0").replace("/", "~1")
 
 

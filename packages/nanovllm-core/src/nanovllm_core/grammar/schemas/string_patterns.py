@@ -14,8 +14,8 @@ from nanovllm_core.grammar.schemas.shapes import StringShape, keyword_place
 MAX_REPETITIONS = 1_000_000
 # Maximum depth in characters of the trie in `exclude_strings`.
 MAX_TRIE_DEPTH = 32
-# Maximum number of prefixes in this trie. Compiling a prefix takes 7 ms. Therefore only the first objects of a schema
-# (`MAX_EXACT_OBJECTS` in `undeclared_properties.py`) get so many. The others get MAX_LATER_TRIE_PREFIXES.
+# Maximum number of prefixes in this trie. Compiling a prefix takes 7 ms. Each object with undeclared properties has a
+# trie of names. Only the first MAX_EXACT_OBJECTS (`undeclared_properties.py`) have this maximum; later ones the second.
 MAX_TRIE_PREFIXES = 6
 MAX_LATER_TRIE_PREFIXES = 1
 

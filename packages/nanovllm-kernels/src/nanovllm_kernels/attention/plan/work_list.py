@@ -42,8 +42,8 @@ class WorkList(NamedTuple):
 class WorkListFilter(NamedTuple):
     """Decides which requests with several queries stay in work lists. Another kernel computes the excluded requests.
 
-    A short request has fewer than `query_limit` queries, and at least `min_context` tokens before its first query.
-    Short requests stay in work lists if all short requests together have fewer than `query_limit` queries.
+    A request can be excluded if it has fewer than `query_limit` queries, and at least `min_context` tokens before its
+    first query. Such requests are excluded only if all of them together have at least `query_limit` queries.
     max_excluded: maximum number of excluded requests. Further requests stay in work lists.
     """
 
