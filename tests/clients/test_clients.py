@@ -50,7 +50,7 @@ def server(run_server, default_model):
 
 @pytest.fixture(scope="session")
 def thinking_server(run_server, default_model, tmp_path_factory):
-    """The same model with a template that makes it reason, for clients that read reasoning."""
+    """A server whose template makes the same model reason, for clients that read reasoning."""
     template = tmp_path_factory.mktemp("template") / "thinking.jinja"
     template.write_text(load_tokenizer(default_model).chat_template + THINKING_TEMPLATE_SUFFIX)
     flags = ("--dtype", "float32", "--max-model-len", "512", "--cpu-cache-gib", "0.05", "--max-num-seqs", "2")

@@ -1,7 +1,7 @@
 """Answers with drafts equal the answers without them, for every family and several settings of the engine.
 
-With n-grams, each request has a prediction: its answer with some wrong tokens. A draft model is a disturbed copy of the
-model. Therefore steps accept some drafts and reject others. Drafts of random heads are nearly always wrong.
+With n-grams, each request has a prediction: its answer with some wrong tokens. Most draft models are disturbed copies
+of the model. Therefore steps accept some drafts and reject others. Drafts of random heads are nearly always wrong.
 """
 
 from pathlib import Path

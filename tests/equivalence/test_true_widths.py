@@ -174,7 +174,7 @@ class Case:
     def max_gap(self) -> float:
         """Maximum by which bf16 changes the difference between the logits of two likely tokens.
 
-        It is 1.5 times the 99.9th percentile of the changes in transformers: the factor covers rarer changes.
+        The value is 1.5 times the 99.9th percentile of the changes in transformers: the factor covers rarer changes.
         """
         errors = []
         for exact, rounded in zip(self.exact, self.rounded, strict=True):
@@ -202,7 +202,7 @@ def case_marks(family: str, scale: Scale) -> list[pytest.MarkDecorator]:
     scope="module", params=[pytest.param(name, marks=case_marks(*family_scale)) for name, family_scale in CASES.items()]
 )
 def case(request, tmp_path_factory) -> Iterator[Case]:
-    """A checkpoint on disk, the baseline's answers, and the reference's log-probabilities along them."""
+    """A checkpoint on disk, the baseline's answers, and the reference's log-probabilities for these answers."""
     family, scale = CASES[request.param]
     path = tmp_path_factory.mktemp(family)
     model = make_wide_model(family, reduced=scale.reduced, device=scale.device, dtype=torch.bfloat16)

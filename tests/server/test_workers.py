@@ -300,7 +300,7 @@ def kill_workers(server, engine_pid):
     # Once the server has ended, its children can't be listed.
     with suppress(FileNotFoundError, ProcessLookupError):
         for pid in server.worker_pids():
-            # worker_pids may take a child that does not run its program yet for the engine, and then list the engine.
+            # worker_pids may mistake a child that still starts for the engine, and list the engine as a worker.
             if pid != engine_pid:
                 os.kill(pid, signal.SIGKILL)
 

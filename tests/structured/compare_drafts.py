@@ -151,8 +151,8 @@ def compare(
 ) -> list[Comparison]:
     """Ask a server with drafts, then a server without drafts.
 
-    method: value of --speculate. always_drafts: value of --always. Questions then come in groups, because steps with
-    prompts propose no drafts.
+    method: value of --speculate.
+    always_drafts: value of --always. If True, questions come in groups, because steps with prompts propose no drafts.
     """
     search_path = filter(None, (str(ALWAYS_DRAFT_DIRECTORY), os.environ.get("PYTHONPATH")))
     environment = {"PYTHONPATH": os.pathsep.join(search_path)} if always_drafts else {}

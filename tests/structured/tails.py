@@ -8,7 +8,7 @@ from typing import Literal
 # A run of whitespace, or a number, with at least this many characters counts as endless.
 LONG_WHITESPACE = 10
 LONG_NUMBER = 45
-# A string counts as endless if its end repeats itself TIMES times, over this many characters and tokens.
+# A string counts as endless if its end, of this many characters and tokens, repeats a sequence TIMES times.
 REPEATED_CHARACTERS = 120
 REPEATED_TOKENS = 128
 TIMES = 4

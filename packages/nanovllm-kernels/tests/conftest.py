@@ -17,7 +17,7 @@ from nanovllm_kernels.linear_attention import CHECKPOINT_INTERVAL, DeltaWeights,
 from nanovllm_kernels.platform import has_triton
 
 KERNEL_TESTS = Path(__file__).parent / "kernels"
-# One interpreter process runs these files, the other all other kernel tests. Each takes about half of the time.
+# One interpreter process runs these files. A second process runs all other kernel tests in about the same time.
 FIRST_HALF_FILES = tuple(KERNEL_TESTS / f"test_{name}.py" for name in ("attention", "gemm", "mla", "sampling"))
 INTERPRETER_TEST_FILE = Path(__file__).with_name("test_interpreter.py")
 INTERPRETER_PROCESSES = pytest.StashKey[dict[str, subprocess.Popen[str]]]()
@@ -237,7 +237,7 @@ def naive_latents() -> Callable[[LatentBatch], Tensor]:
 
 @dataclass(frozen=True)
 class StateCase:
-    """A step of one recurrent layer, as for `gated_delta_net`. checkpoints: (position, slot) pairs of each request."""
+    """The arguments of one `gated_delta_net` step. checkpoints: (position, slot) pairs of each request."""
 
     qkvz: Tensor
     ba: Tensor

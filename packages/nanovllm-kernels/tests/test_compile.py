@@ -300,7 +300,7 @@ def compile_tile(kernel, types, constants, config):
 
 HEAD_DIMS = (64, 80, 128, 256)
 ATTENTION_CASES = [*itertools.product(HEAD_DIMS, (False, True), (BFLOAT,), (BFLOAT, FP8))]
-# Float32 kernels take longest to compile and are rarely used, so the cases cover only all pairs of values.
+# Float32 kernels take longest to compile and are rarely used: cover pairs of values, not all combinations.
 ATTENTION_CASES += [
     (head_dim, (index % 2 == 0) == (cached == FLOAT), FLOAT, cached)
     for index, head_dim in enumerate(HEAD_DIMS)
@@ -551,7 +551,7 @@ def test_work_list_planning_compiles():
 @pytest.mark.parametrize(
     ("head_dim", "group", "queries", "page_size", "dtype"),
     [
-        # Every pair of two parameters' values. Tests on a GPU run more combinations.
+        # Every pair of values of head_dim, page_size and dtype. Tests on a GPU run more combinations.
         *(
             (64, 1, 1, 16, "BFloat16"),
             (64, 8, 1, 32, "Float16"),
@@ -573,7 +573,7 @@ def test_cute_decode_fits_shared_memory(head_dim, group, queries, page_size, dty
 @pytest.mark.parametrize(
     ("head_dim", "group", "queries", "page_size", "dtype"),
     [
-        # Every pair of two parameters' values.
+        # Every pair of values of head_dim, page_size and dtype.
         *((128, 1, 1, 16, "BFloat16"), (128, 8, 1, 64, "Float16"), (128, 4, 2, 16, "BFloat16")),
         *((256, 1, 1, 16, "Float16"), (256, 8, 1, 64, "BFloat16")),
     ],

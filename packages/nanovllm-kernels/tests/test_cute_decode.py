@@ -72,8 +72,8 @@ def check_tiles(batch, naive_attention):
     assert not workspace.counters.any()
 
 
-# (query_len, seq_len). A request's first queries do not see its last tokens. In some requests, these are all tokens
-# of the last slice (16 tokens) or of the last page.
+# (query_len, seq_len). A request's first queries do not see its last tokens. In some requests, the unseen tokens
+# include the whole last slice (16 tokens) or the whole last page.
 DRAFTS = [(1, 1), (1, 16), (0, 40), (6, 6), (2, 17), (5, 18), (16, 33), (3, 64), (6, 66), (4, 131), (7, 500), (6, 2049)]
 
 

@@ -22,7 +22,7 @@ def random_tables(generator, alphabet):
 
 
 def find_end(known, min_match, max_match):
-    """Return the last position before the end at which the longest repeated suffix also ends, or None."""
+    """Return the position at which the last earlier occurrence of the longest repeated suffix ends, or None."""
     for length in range(max_match, min_match - 1, -1):
         for end in range(len(known) - 2, length - 2, -1):
             if known[end + 1 - length : end + 1] == known[len(known) - length :]:

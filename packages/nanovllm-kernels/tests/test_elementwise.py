@@ -105,7 +105,7 @@ def test_fp8_rounds_to_nearest(dtype):
     half_steps = torch.maximum(x.double().abs() * 2**-4, (exponents.double() - 127).exp2().unsqueeze(-1) * 2**-10)
     assert ((found - x.double()).abs() <= half_steps).all()
     tops = numbers[1:].float().abs().amax(-1)
-    # The first row is smaller than the least scale can represent.
+    # `tops` leaves out the first row, whose values are too small even for the least scale.
     assert ((tops >= 224) & (tops <= 448)).all()
     assert torch.equal(fp8.dequantize(numbers, exponents, torch.bfloat16).double(), found)
 

@@ -221,7 +221,7 @@ def test_each_rank_chooses_the_kernel_of_all_experts(num_tokens, quantized, monk
 @pytest.mark.parametrize("shared", ["none", "gated"])
 @pytest.mark.parametrize("first_id", [0, 2])
 def test_compiled_experts_match_eager_experts(first_id, shared):
-    """The experts are all 7, or the last 5 on one of several ranks."""
+    """The rank has all 7 experts, or only the last 5."""
     w13, w2, bias = torch.randn(7, 32, 16), torch.randn(7, 16, 16), torch.randn(6)
     routing = Routing(2, "sigmoid", num_groups=2, top_groups=1, shared=shared)
 

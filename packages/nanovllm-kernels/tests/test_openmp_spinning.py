@@ -88,7 +88,7 @@ def test_wait_policy_of_the_user_is_kept(name, value):
 
 @pytest.fixture
 def control(monkeypatch):
-    """Return a control for two threads on two cores, which takes no samples itself, and the list of its changes."""
+    """Return a `SpinControl` for two threads on two cores that takes no samples, and the list of its changes."""
     changes = []
 
     class Recorded:

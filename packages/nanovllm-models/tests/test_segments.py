@@ -1,4 +1,4 @@
-"""Encoding segments (texts between added tokens) gives the ids of the whole text, or there is no segment encoder."""
+"""Segments (texts between added tokens) have the ids of the whole text, or the tokenizer has no segment encoder."""
 
 import random
 import subprocess
@@ -144,7 +144,7 @@ def metaspace(scheme: str, *, split: bool = True) -> tokenizers.Tokenizer:
     return sentencepiece(CHATML, pre_tokenizer=pre_tokenizers.Metaspace(prepend_scheme=scheme, split=split))
 
 
-# Tokenizers with a segment encoder. Those in AS_A_WHOLE have none.
+# Tokenizers with a segment encoder. The tokenizers in AS_A_WHOLE have no segment encoder.
 BY_SEGMENT = {
     "SmolLM2": smollm,
     "Qwen": qwen,

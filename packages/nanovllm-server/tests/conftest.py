@@ -124,7 +124,7 @@ class ScriptedEngine(Engine):
         self.num_cached_tokens = 8
         # Numbers of accepted and rejected drafts of each request.
         self.num_drafts = (0, 0)
-        # Time at which all requests left the queue; None for the time of their first token.
+        # Time at which all requests leave the queue. If None, a request leaves the queue with its first token.
         self.scheduled_time: float | None = None
         self.endless = False
         self.crash: Exception | None = None

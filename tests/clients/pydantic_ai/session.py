@@ -39,7 +39,7 @@ class City(BaseModel):
 
 
 class Note(BaseModel):
-    """Any object is one: the prompted mode constrains the output to JSON, but not to a schema."""
+    """Accepts any object, because the prompted mode constrains the output to JSON, but not to a schema."""
 
 
 def agent(name=MODEL, **fields):

@@ -40,7 +40,7 @@ class InstalledServer:
 
     error: stderr of a start before the default model was installed.
     completion: the server's answer to a request for 4 tokens.
-    max_parent_bytes: largest memory of the server's parent process so far. The start converted the default model.
+    max_parent_bytes: largest memory of the server's parent process since its start, which converted the default model.
     """
 
     server: Any
@@ -69,7 +69,7 @@ def install_wheels(wheels: dict[str, Path], environment: Path) -> None:
 def start_from_wheels(
     wheels: dict[str, Path], folder: Path, run_server: Callable, flags: tuple[str, ...], stack: ExitStack
 ) -> InstalledServer:
-    """Checks that a start without the default model fails. Then runs the server with it until `stack` closes."""
+    """Checks that a start without the default model fails. Then runs the server with the model until `stack` closes."""
     install_wheels(wheels, folder / "environment")
     program = folder / "environment" / "bin" / "nanovllm-server"
     own_variables = ("VIRTUAL_ENV", "UV_PROJECT_ENVIRONMENT", "PYTEST_", "PYTHON")

@@ -1,4 +1,4 @@
-"""Programs that tests run and no Python package contains."""
+"""Checks for programs that tests need but no Python package contains."""
 
 import os
 import shutil

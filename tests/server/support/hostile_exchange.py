@@ -13,7 +13,7 @@ from hostile_cases import Case, chat_request
 # Only ends a test that would wait forever: `test_hostile.py` checks the time of each answer.
 PATIENCE_S = 60
 STREAM_TOKENS = 400
-# Number of chunks after an answer that count as "beside" its case. One chunk may have been sent before a stall.
+# The gaps before this number of chunks after an answer also count. One chunk may have been sent before a stall.
 NUM_CHUNKS_AFTER = 4
 
 
@@ -115,8 +115,8 @@ class Streams:
                 await asyncio.sleep(0.001)
 
     def longest_gap(self, begin_s: float) -> float:
-        """The longest time between two chunks of one answer, of which the later chunk arrived after `begin_s`."""
-        # Skip answers that ended before: going through all their chunks would delay the reading of the next chunks.
+        """The longest time between consecutive chunks of one answer. Only gaps that end after `begin_s` count."""
+        # Skip answers that ended by `begin_s`: going through all their chunks would delay the reading of new chunks.
         recent = [times for times in self._chunk_times if times and times[-1] > begin_s]
         pairs = itertools.chain.from_iterable(map(itertools.pairwise, recent))
         return max((late_s - early_s for early_s, late_s in pairs if late_s > begin_s), default=0.0)

@@ -10,7 +10,7 @@ def make_cost_cases() -> list[Case]:
     schemas = make_costly_schemas()
     requests = {name: {"structured_outputs": {"json": schema}} for name, schema in schemas.items()}
     for name in ("1,500 optional properties", "100 KB of different nested objects"):
-        # The prompt with the tool would be longer than the model's context.
+        # Truncate the prompt, which contains the tool: it would be longer than the model's context.
         requests[f"{name} of a tool"] = {
             **tool(schemas[name]),
             "tool_choice": "required",

@@ -12,7 +12,7 @@ async def measure_own_time(measure: Callable[[], Awaitable[float]]) -> float:
     """Return the seconds from `measure`, reduced by the share of the CPU that other programs took meanwhile.
 
     Own programs are this process and its descendants. If other programs take no CPU, the result is that of `measure`.
-    If they take half of the CPU, the result is half as long.
+    If they take half of the CPU, the result is half of that time.
     """
     begin_s, begin_busy_s, begin_own_s = time.monotonic(), _read_busy_s(), _read_own_s()
     seconds = await measure()

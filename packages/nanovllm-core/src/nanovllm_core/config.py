@@ -37,7 +37,7 @@ MIXED_STEP_LIMIT_S: dict[Device, float] = {"cpu": 0.25, "cuda": 0.05}
 class SharedSettings:
     """Settings that `EngineConfig` and `ResolvedConfig` share. Resolving changes only `prefix_hash`.
 
-    None means the default that the help text states; without such a default, None turns the feature off.
+    None means the default in the help text. If the help text states no default, None turns the feature off.
 
     The server makes a flag from each field of this class and of `EngineConfig`. A field's annotation is the help text.
     """

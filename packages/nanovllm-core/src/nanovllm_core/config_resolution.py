@@ -43,7 +43,7 @@ def resolve(
     has_flash_attention: whether FlashAttention is installed and supports the GPU.
     has_cute: whether CuTe DSL is installed and supports the GPU.
     has_fp8: whether the GPU supports FP8.
-    num_gpus: number of usable GPUs; None stands for 1 if `has_cuda` is True, and for 0 if not.
+    num_gpus: number of usable GPUs; None means 1 if `has_cuda` is True, else 0.
     """
     device: Device = config.device or ("cuda" if has_cuda else "cpu")
     if device == "cuda" and not has_cuda:

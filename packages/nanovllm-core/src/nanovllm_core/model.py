@@ -21,7 +21,7 @@ class LaunchAttention(Protocol):
     def __call__(self, attention: AttentionFunction, q: Tensor, /, value_dim: int | None = None) -> Tensor:
         """Call `attention` with q [num_tokens, heads, head_dim]; returns [num_tokens, heads, value_dim].
 
-        value_dim: size of a head's value; None if it is head_dim.
+        value_dim: size of a head's value; None means head_dim.
         """
         ...
 
@@ -109,7 +109,7 @@ class CausalLM(Protocol):
 
         hidden: equal on all ranks.
         With one rank, the logits are [n, vocab_size]. With several ranks, each rank returns its columns: [n, c], with
-        the same c on all ranks. Concatenated over the ranks, the columns are the vocabulary's, then padding.
+        the same c on all ranks. The columns of all ranks, in order, stand for the vocabulary and then for padding.
         """
         ...
 

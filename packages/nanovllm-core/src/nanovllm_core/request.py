@@ -22,8 +22,8 @@ class Request:
     arrival_time: in seconds, on any clock that all requests of the engine share.
     prediction: token ids that the output probably contains; stored as `prediction_ids`. Speculative decoding may use
         them as drafts; without speculation, they have no effect. They never change the output.
-    prefix_peer: address of another engine that has computed the prompt, one of `EngineConfig.transfer_peers`; empty
-        without such an engine.
+    prefix_peer: address of another engine that has computed the prompt, one of `EngineConfig.transfer_peers`; "" if no
+        engine is known to have computed it.
     """
 
     id: str

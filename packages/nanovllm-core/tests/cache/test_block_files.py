@@ -269,7 +269,7 @@ def test_the_least_recently_used_file_is_evicted(open_files, directory):
         os.utime(path_of(directory, block_hash), (1000 - age, 1000 - age))
     assert read(files, HASHES[8]) is not None
     files.close()
-    # An engine with a lower limit must evict these files. It reserves the bytes of one file at a time.
+    # An engine with a lower limit must evict these files. The engine reserves the bytes of one file at a time.
     files = open_files(max_bytes, b"other")
     for number, block_hash in enumerate(HASHES[9:12]):
         files.write(block_hash, payload_of(block_hash))

@@ -1,4 +1,4 @@
-"""Tests the secret that engines share if they share a directory."""
+"""Tests the secret of engines that share a directory."""
 
 import errno
 import os

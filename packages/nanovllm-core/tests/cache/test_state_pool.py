@@ -49,7 +49,7 @@ def test_checkpoint_is_found_only_after_the_same_tokens_in_cached_blocks():
     prompt = list(range(200))
     first, computed = admit_request(cache, prompt)
     assert computed == 0
-    # A checkpoint is found only after the step that writes it has ended.
+    # The cache finds a checkpoint only once the step that writes the checkpoint has ended.
     second, computed = admit_request(cache, prompt)
     assert computed == 0
     assert second.state_slot != first.state_slot

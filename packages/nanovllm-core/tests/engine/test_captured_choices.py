@@ -1,4 +1,4 @@
-"""One batch of all kinds of requests gives the same tokens and log-probabilities with graphs and without.
+"""One batch of all kinds of requests gives the same tokens and log-probabilities with and without graphs.
 
 On a CPU, stand-ins for the graphs call the functions that a GPU would capture. So the engine runs the same code.
 """
@@ -70,7 +70,7 @@ class StandInStepGraphs(StepGraphs):
         if (batch.query_len != 1 and not batch.has_drafts) or not allows_graph:
             return super().dispatch(batch, allows_graph=allows_graph)
         if batch.has_drafts:
-            # Pad the requests, but not the tokens: sampling on a CPU refuses the NaN in logits of padding.
+            # Pad the requests, but not the tokens: the logits of padding are NaN, and sampling on a CPU refuses NaN.
             shape = GraphShape(NUM_ROWS, batch.num_tokens, 1 + MAX_DRAFTS, "full_decode_only", has_drafts=True)
             num_decodes = 0
             StandInStepGraphs.num_draft_replays += 1

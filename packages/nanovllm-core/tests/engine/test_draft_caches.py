@@ -1,4 +1,4 @@
-"""A draft model and an MTP head have the right cache entry for every token, whatever steps computed the token.
+"""A draft model and an MTP head have the right cache entry for every token, whichever steps compute the token.
 
 The models sum up their cache entries. So one wrong entry makes all later drafts of a request wrong.
 """
@@ -83,7 +83,7 @@ async def test_drafts_are_right_if_no_cache_entry_is_wrong(method, setting, shar
         assert stats.num_cached_prompt_tokens > 100
     verified, accepted = sum(stats.verified_drafts_by_position), sum(stats.accepted_drafts_by_position)
     assert verified > share * NUM_REQUESTS * OUTPUT_LEN / 4
-    # One wrong entry makes nearly all later drafts wrong. Preemption may leave an entry out: the row keeps old
-    # drafts, and the request may accept a draft that has no space in the new blocks yet.
+    # One wrong entry makes nearly all later drafts wrong. After a preemption, an entry may be missing: the row keeps
+    # old drafts, and the request may accept a draft for which its new blocks have no space yet.
     is_always_right = method != "draft with errors" and setting != "preempted"
     assert accepted == verified if is_always_right else accepted > verified // 2

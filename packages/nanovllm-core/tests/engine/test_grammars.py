@@ -172,7 +172,7 @@ async def test_the_end_token_is_sampled_if_the_grammar_allows_no_other(engine):
     outputs = await collect(engine, request("a", [1, 2], GrammarSpec("regex", "ab"), **options_against_end))
     assert text_of(tokens_of(outputs)) == b"ab"
     assert (outputs[-1].finish_reason, outputs[-1].stop_token) == ("stop", toy_model.EOS)
-    # If the grammar allows other tokens, min_tokens applies.
+    # If the grammar allows more than the end token, min_tokens applies.
     outputs = await collect(engine, request("b", [1, 2], GrammarSpec("regex", "(ab)+"), min_tokens=20, temperature=0))
     assert len(tokens_of(outputs)) > 20
 

@@ -190,5 +190,5 @@ def test_outputs_of_a_step_are_split_by_client():
         0: StepOutputs([first_key], [7]),
         2: StepOutputs(finishes=[(other_key, "length", None)]),
     }
-    # The lists of one split are not reused by the next.
+    # The next split does not reuse the lists of this split.
     assert split_by_client(StepOutputs([first_key, other_key], [1, 2]))[0].tokens == [1]

@@ -1,4 +1,4 @@
-"""An engine with speculation gives the answers of an engine without it, whatever the sampling options."""
+"""With every sampling option, engines with and without speculation give the same answers."""
 
 import asyncio
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Random rows with random drafts have the masks that rows without drafts have after the same tokens."""
+"""After the same tokens, rows with random drafts have the same masks as rows without drafts."""
 
 import json
 import random
@@ -67,7 +67,7 @@ class Target:
             row.append(self.tokens[-1])
 
     def masks_along(self, tokens: list[int]) -> tuple[list[bytes | None], str | None]:
-        """Returns (masks after the known tokens and 0, 1, ... of `tokens`; reason of a failure after the last mask)."""
+        """Returns (masks after the known tokens and the first 0, 1, ... of `tokens`; why the next mask failed)."""
         row, masks = PlainRow(self.options, toy_model.VOCAB), []
         for token in [*self.tokens[: self.num_known], *tokens, 0]:
             mask, failure = row.next_mask()
@@ -150,7 +150,7 @@ def run_trace(rng: random.Random, grammars: dict[GrammarSpec, Grammar], counts: 
             num_accepted = 0
             while num_accepted < min(n, len(expected)) and drafts[num_accepted] == expected[num_accepted]:
                 num_accepted += 1
-            # A row that accepts all of its target samples one more token, which may be any token.
+            # If a row accepts its whole target, the row samples one more token, which may be any token.
             token_ids += [*expected, 0][: num_accepted + 1]
             num_tokens.append(num_accepted + 1)
             target.num_known += num_accepted + 1

@@ -1,4 +1,4 @@
-"""The setting `acceptance_length` keeps drafts at random, so that steps yield this mean number of tokens."""
+"""With `acceptance_length`, steps keep drafts at random and yield this number of tokens on average."""
 
 import asyncio
 

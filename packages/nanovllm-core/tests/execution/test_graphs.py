@@ -116,7 +116,7 @@ def test_shapes_for_proposals_of_a_model_have_few_padded_requests():
 
 
 class AllCapturedGraphs(StepGraphs):
-    """Claims that every shape is captured: the captured step of a shape is the shape itself."""
+    """Claims that every shape is captured. `dispatch` returns the shape in place of its captured step."""
 
     def __init__(self, mode, budget=256, max_drafts=0):
         super().__init__(graph_shapes(mode, 16, budget, max_drafts=max_drafts, max_draft_step_tokens=40))

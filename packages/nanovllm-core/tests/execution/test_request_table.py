@@ -1,4 +1,4 @@
-"""The device tables follow plans, with constant cost on the host."""
+"""Plans update the device tables; the number of calls does not depend on the number of requests."""
 
 from dataclasses import replace
 

@@ -35,7 +35,7 @@ def schema(value) -> GrammarSpec:
 
 
 def write(grammar: Grammar, begin: str, again: list[bytes], most: int) -> bytes:
-    """Write `begin`, repeat the tokens `again` while the grammar allows them (up to `most` tokens), and close all."""
+    """Write `begin`, repeat `again` while the grammar allows it (`most` tokens in all), and end the JSON text."""
     matcher, mask = grammar.start(), np.zeros((1, -(-len(TOKENS) // 32)), np.int32)
     written: list[int] = []
 

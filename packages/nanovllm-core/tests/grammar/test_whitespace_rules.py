@@ -1,4 +1,4 @@
-"""Tests that places with the same next element share a whitespace rule, and that the language stays the same."""
+"""Tests that places with the same next element share a whitespace rule, and that grammars accept the same texts."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Build contexts of one rank, and of ranks that split weights but do not communicate."""
+"""Fixtures: the build context of one rank, and those of ranks that split weights but do not communicate."""
 
 from collections.abc import Callable
 

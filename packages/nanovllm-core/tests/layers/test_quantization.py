@@ -1,4 +1,4 @@
-"""Layers with block FP8 weights multiply exactly the checkpoint's weights, whichever parts share a weight."""
+"""Layers with block FP8 weights use exactly the checkpoint's weights, also where parts are concatenated."""
 
 import re
 

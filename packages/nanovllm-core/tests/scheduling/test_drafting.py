@@ -21,10 +21,11 @@ STEP_S = 0.01
 class Decodes:
     """Requests that decode, with the results of their steps.
 
-    When step n is planned, the results of the steps up to n - 2 are known.
+    When step n is planned, the results of the steps up to n - 2 are known. Late entries are entries of earlier tokens
+    that the draft model's cache still lacks.
     draft_share, proposal_share, late_share, late_pass_share: time per verified draft, per step that proposes, per late
         entry and per step with late entries. The unit is the time of a step without drafts.
-    num_steps: number of steps. extra_steps: total of these times, in the same unit.
+    num_steps: number of steps so far. extra_steps: total of these four times so far, in the same unit.
     """
 
     def __init__(
@@ -174,7 +175,7 @@ def test_proposing_resumes_after_drafts_become_right(num_requests):
     decodes = Decodes(0.01, num_requests, 512, proposal_share=1.0, late_share=0.001)
     assert decodes.run_steps(300, accepts=False) < 12
     decodes.run_steps(800, accepts=True)
-    # Many old requests have too many late entries to resume soon, so test new requests.
+    # 64 old requests have too many late entries to propose again soon, so test new requests.
     if num_requests > 1:
         decodes.start_requests()
         decodes.run_steps(20, accepts=True)

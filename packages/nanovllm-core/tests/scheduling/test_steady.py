@@ -102,7 +102,8 @@ def test_all_requests_get_blocks_in_one_step_if_many_blocks_are_free():
 
 
 def test_scarce_blocks_go_only_to_requests_that_need_one_now():
-    # Each prompt takes three blocks, so three per request stay free. Early blocks need four free blocks per request.
+    # Each prompt takes three blocks, so three per request stay free. The scheduler gives blocks early only if four per
+    # request are free.
     new_blocks, unneeded_blocks = count_new_blocks(6 * BLOCK_SIZE, 3 * BLOCK_SIZE)
     assert new_blocks == [1] * 3 * BLOCK_SIZE
     assert max(unneeded_blocks) == 0

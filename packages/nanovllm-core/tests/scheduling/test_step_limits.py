@@ -89,7 +89,7 @@ class SimulatedEngine:
         self.scheduler.add(RequestState(key, request))
 
     def step(self) -> bool:
-        """Launch at most `max_steps_in_flight` steps, then wait for the oldest one. Returns False if there is none."""
+        """Launch at most `max_steps_in_flight` steps, then wait for the oldest. Returns False if none is in flight."""
         while len(self.in_flight) < self.max_steps_in_flight and (step := self.scheduler.schedule()) is not None:
             seconds = true_seconds(step.work) * self.rng.uniform(1 - self.noise, 1 + self.noise)
             self.device_idle_at = max(self.device_idle_at, self.now) + seconds

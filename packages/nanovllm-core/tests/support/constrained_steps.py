@@ -57,7 +57,7 @@ class CountingMatcher:
 
     def accept(self, token: int) -> bool:
         if self.count == self.max_tokens:
-            # Make the state invalid, as that of a real matcher may be after an error.
+            # Make the state invalid: a real matcher's state may be invalid after an error.
             self.count = -1
             raise RuntimeError("too deep")
         self.count += 1

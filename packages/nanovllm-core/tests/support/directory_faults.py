@@ -20,7 +20,7 @@ def give_to_unprivileged_user(directory: Path) -> None:
 
 
 def drop_privileges() -> None:
-    """Let read-only directories be read-only for this process too."""
+    """If this process runs as root, continue as an unprivileged user."""
     if os.geteuid() == 0:
         os.seteuid(UNPRIVILEGED_USER)
 

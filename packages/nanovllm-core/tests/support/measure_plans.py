@@ -1,4 +1,4 @@
-"""Measures the time from a step's plan to its decoded copy on another rank: `python measure_plans.py [--plans N]`.
+"""Measures the time from sending a plan to decoding the plan on another rank: `python measure_plans.py [--plans N]`.
 
 Plans come at the pace of decode steps. The reader's process needs a free core.
 """

@@ -331,7 +331,7 @@ def held_by_copies(tier: HostTier | None, group: int, kind: EntryKind) -> list[i
 def check_ownership(
     cache: CacheManager, requests: list[RequestState], held_blocks: Sequence[int], held_slots: Sequence[int]
 ) -> None:
-    """Check the holders of all blocks and slots. requests: those of the cache's group that have a row or a load."""
+    """Check the holders of all blocks and slots. requests: all requests of the group that have a row or a load."""
     num_holders = Counter(block for request in requests for block in request.block_ids) + Counter(held_blocks)
     pool = cache.pool
     for block in range(1, pool.num_blocks + 1):

@@ -35,7 +35,7 @@ async def collect(engine, prompt: list[int], sampling: SamplingParams, name: str
 async def answer_all(
     config: EngineConfig, prompts: list[list[int]], spec: ModelSpec | None = None
 ) -> dict[str, list[RequestOutput]]:
-    """Run every prompt with each of SAMPLINGS, all at once. Returns the outputs by name. spec: None: toy model."""
+    """Run every prompt with each of SAMPLINGS, all at once. Returns outputs by name. spec: None means the toy model."""
     engine = await AsyncEngine.start(spec or toy_model.toy_spec(), config)
     try:
         names = [f"{name} {index}" for name in SAMPLINGS for index in range(len(prompts))]

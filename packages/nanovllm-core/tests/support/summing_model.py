@@ -15,9 +15,10 @@ VOCAB, LONGEST, MARGIN = 97, 256, 60.0
 
 
 def sum_entries(ids: Tensor, ctx: ForwardContext, cache_index: int, shift: int) -> tuple[Tensor, Tensor]:
-    """Write `ids` to the cache. Returns, per token, the sum of entries up to the token and the request's first entry.
+    """Write `ids` to the cache. Returns two values per token.
 
-    An entry at position p counts (p + 1 + shift) times.
+    The first value is the sum of the entries up to the token, where an entry at position p counts (p + 1 + shift)
+    times. The second value is the request's first entry.
     """
     cache = ctx.kv_caches[cache_index]
     entries = cache.view(cache.shape[0] * cache.shape[1], -1)[:, 0]

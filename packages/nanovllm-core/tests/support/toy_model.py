@@ -1,6 +1,6 @@
 """A toy model of two layers, as another project would define it, and an oracle that shares no code with the engine.
 
-A separate module, because an engine process must be able to import it.
+This is a separate module, because an engine process must be able to import it.
 """
 
 from collections.abc import Callable, Iterator
@@ -169,7 +169,7 @@ def toy_spec(kind: str = "toy") -> ModelSpec:
 
 
 def in_fp8(heads: Tensor) -> Tensor:
-    """Heads [T, n, D] as an FP8 cache returns them: e4m3 with the smallest power of two that fits as scale."""
+    """Heads [T, n, D] as an FP8 cache returns them: rounded to e4m3, with the least power of two that fits as scale."""
     scales = 2 ** (heads.double().abs().amax(-1, keepdim=True) / 448).log2().ceil()
     return ((heads / scales).to(torch.float8_e4m3fn).double() * scales).float()
 

@@ -233,7 +233,7 @@ async def test_the_decode_engine_computes_if_the_peer_is_down(secret, oracle, mo
         await wait_until(lambda: not peer_of(engine).is_ready)
         assert await generate(engine, prompts[1]) == oracle(prompts[1], ANSWER_LEN)
         assert outcomes_of(engine) == {"lost": 1, "peer_down": 1}
-        # The first prompt waited for 2 s and was then computed. Its time counts both: the wait alone would seem short.
+        # The first prompt waited for 2 s and was then computed. `fetch_s` covers both: the wait alone would seem short.
         ((num_tokens, fetch_s, compute_s),) = observed
         assert (num_tokens, compute_s) == (FETCHED, SLOW_PROMPT_S)
         assert fetch_s > 1.5 + SLOW_PROMPT_S

@@ -58,7 +58,7 @@ def test_normed_groups_match_norm(device, num_rows, width):
 
 
 def check(num_rows, num_columns, width, dtype, device, *, norm, bias, residual, gated, block_rows=128, stream=None):
-    """Compare with the reference. num_columns: of the result. stream: dtype of `x` and the residual, None: `dtype`."""
+    """Compare with the reference. num_columns: of the result. stream: dtype of `x` and the residual (None: `dtype`)."""
 
     def draw(*shape, dtype=dtype):
         return torch.randn(shape, device=device).to(dtype)

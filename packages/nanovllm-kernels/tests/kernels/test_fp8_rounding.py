@@ -1,4 +1,4 @@
-"""Tests that all kernels round to FP8 with the same bits as plain torch, for the same rows.
+"""Tests that all kernels round the same rows to the same FP8 bits as plain torch.
 
 The weights have a single 1 per row. Each result is therefore one rounded input of the kernel, and sums round nothing.
 """

@@ -14,7 +14,7 @@ OPS = torch.ops.nanovllm
 
 
 def check(num_rows, num_columns, width, dtype, device, *, norm, bias, residual, gated, float32_out=False, stream=None):
-    """Compare with the reference. num_columns: of the result. stream: dtype of `x` and the residual, None: `dtype`."""
+    """Compare with the reference. num_columns: of the result. stream: dtype of `x` and the residual (None: `dtype`)."""
 
     def draw(*shape, dtype=dtype):
         return torch.randn(shape, device=device).to(dtype)

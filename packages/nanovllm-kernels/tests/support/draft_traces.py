@@ -141,7 +141,7 @@ class LayerCache:
 
 
 class DraftTraces:
-    """Runs random traces, and compares each with the results and states of its tokens without drafts.
+    """Runs random traces, and compares their results and states with those of the same tokens without drafts.
 
     Slots: traces, then prompts, then one checkpoint per trace (used after a prompt of 63 tokens), then one
     checkpoint per prompt at 64 tokens.

@@ -27,7 +27,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    # The registry imports torch, which takes seconds and half a gigabyte of memory. Processes without a model skip it.
+    # The registry imports torch, which takes seconds and half a gigabyte of memory. Processes without a model do not
+    # import torch.
     if name != "load":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from nanovllm_models.registry import load

@@ -26,7 +26,7 @@ class _CallFormat:
     name: value of the flag --tool-call-parser.
     template_markers: texts that every chat template of this format contains.
     separator: text that may stand between two calls, besides whitespace.
-    ends_reasoning: whether the tag `begin` also ends reasoning that lacks its own end tag.
+    ends_reasoning: whether the tag before a call also ends reasoning that lacks its own end tag.
     """
 
     name: str

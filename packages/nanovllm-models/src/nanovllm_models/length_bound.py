@@ -28,7 +28,7 @@ class TokenCountBound(NamedTuple):
 
 
 def find_length_bound(backend: tokenizers.Tokenizer) -> TokenCountBound | None:
-    """Return the bound for a byte-level tokenizer; None for a tokenizer that may drop arbitrary characters."""
+    """Return the bound; None if the tokenizer is not byte-level, or may drop or combine arbitrary characters."""
     strips_spaces = any(token.lstrip or token.rstrip for token in backend.get_added_tokens_decoder().values())
     is_byte_level = "ByteLevel" in component_types(backend.decoder)
     normalizers = component_types(backend.normalizer)
@@ -36,8 +36,8 @@ def find_length_bound(backend: tokenizers.Tokenizer) -> TokenCountBound | None:
         return None
     vocabulary = backend.get_vocab(with_added_tokens=True)
     dropped_bytes = {byte for character, byte in BYTE_BY_CHARACTER.items() if character not in vocabulary}
-    # The tokenizer drops bytes without a token. Each character outside ASCII has a UTF-8 byte from 0x80 to 0xBF, so
-    # without a token for such a byte, the tokenizer may drop any of these characters.
+    # The tokenizer drops bytes without a token. Each character outside ASCII has a UTF-8 byte from 0x80 to 0xBF. If one
+    # of these bytes has no token, the tokenizer may drop characters outside ASCII.
     if any(0x80 <= byte < 0xC0 for byte in dropped_bytes):
         return None
     # The name of a byte-level token has one character per byte of text, so its length bounds the number of characters.

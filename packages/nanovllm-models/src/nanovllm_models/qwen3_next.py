@@ -291,7 +291,7 @@ class MTPHead(nn.Module):
         self.layers = nn.ModuleList([layer])
 
     def forward(self, embedded: Tensor, rotation: Rotation, hidden: Tensor, ctx: ForwardContext) -> Tensor:
-        """Return hidden states [T, hidden]. embedded: [T, hidden], embedding of the token after each `hidden` row."""
+        """Return hidden states [T, hidden]. embedded: [T, hidden], embeddings of the tokens after those of `hidden`."""
         (layer,) = self.layers
         normed = self.pre_fc_norm_embedding.forward(embedded), self.pre_fc_norm_hidden.forward(hidden)
         x = self.fc.forward(torch.cat(normed, 1)).to(embedded.dtype)

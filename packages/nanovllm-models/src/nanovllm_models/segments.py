@@ -183,7 +183,7 @@ def make_segment_encoder(backend: tokenizers.Tokenizer, max_bytes: int = MAX_CAC
 
 
 def longest_match_pattern(words: Sequence[str]) -> str:
-    """Return a regular expression that matches any of `words`. If several words match, it matches the longest.
+    """Return a regular expression that matches the longest of the `words` that stand at a position.
 
     The expression tests a common prefix only once, which is faster than testing each word.
     """

@@ -76,7 +76,7 @@ class HubHandler(BaseHTTPRequestHandler):
 
 
 class LoopbackHub(ThreadingHTTPServer):
-    """A hub with the repositories `org/model` and `org/private`, which needs a token and has the same files.
+    """A hub with two repositories of the same files: `org/model`, and `org/private`, which needs a token.
 
     Requests for other repositories fail: `org/gated` needs a licence, `org/refused` gets a 451, and connections for
     `org/broken` are closed.

@@ -60,7 +60,8 @@ LINEAR = r"(q|k|v|o|gate|up|down|q_a|q_b|kv_b)_proj|kv_a_proj_with_mqa|w[123]|in
 QUANTIZED = re.compile(rf".*\.layers\.\d+\..*\.({LINEAR})\.weight")
 FLOAT32 = re.compile(r".*(e_score_correction_bias|block_sparse_moe\.gate\.weight)")
 BF16_SCALES = ("qwen3", "qwen3_moe", "qwen3_next")
-# `modules_to_not_convert` by family; None: config.json has no such field. Other families list unquantised modules.
+# `modules_to_not_convert` by family; None: config.json has no such field. Families without an entry list
+# unquantised modules.
 KEPT = {
     "minimax_m2": ["gate", "e_score_correction_bias", "lm_head"],
     "deepseek_v3": None,

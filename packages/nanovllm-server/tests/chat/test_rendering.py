@@ -65,7 +65,7 @@ CALLS = (
 
 
 class CallTokenizer(TemplateTokenizer):
-    """A template that writes calls too, and fails for unsupported arguments."""
+    """A tokenizer whose template also writes calls, and fails for unsupported arguments."""
 
     def __init__(self, write_call):
         self._write_call = write_call

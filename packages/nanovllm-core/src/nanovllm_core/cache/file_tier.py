@@ -11,7 +11,7 @@ from nanovllm_core.cache.copy_time import CopyTimeModel
 from nanovllm_core.cache.host_memory import EntryKind, HostMemory
 from nanovllm_core.request_state import BlockHash
 
-# One thread reads only 2.3 GB/s, mostly because of the checksum, so several read. Half of the cores stay free.
+# One thread reads only 2.3 GB/s, mostly because of the checksum, so several threads read. Half of the cores stay free.
 NUM_THREADS = min(8, max(2, (os.cpu_count() or 2) // 2))
 MAX_WRITES_IN_FLIGHT = 32  # limited, because each write holds a slot of the host memory
 

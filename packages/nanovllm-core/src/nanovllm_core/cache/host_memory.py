@@ -111,8 +111,8 @@ class HostLayout:
         return self.counters_bytes + sum(num_slots * slot_bytes for num_slots, slot_bytes in slots)
 
 
-# A rank's first counters, one per `Direction`, count executed batches. Other counters of a rank have these indices.
-# The state is _PENDING until the rank has pinned the memory.
+# A rank's first counters, one per `Direction`, count executed batches. The next two counters have the indices below.
+# The state of a rank is _PENDING until the rank calls `set_ready` or `set_unusable`.
 _NUM_FAILURES, _STATE = len(Direction), len(Direction) + 1
 _PENDING, _READY, _UNUSABLE = range(3)
 # Index of a counter of rank 0 only.

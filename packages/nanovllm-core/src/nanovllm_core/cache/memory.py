@@ -173,8 +173,8 @@ class CacheMemory:
 def choose_block_size(config: ResolvedConfig, attention: PagedSpec | MLASpec, *, has_recurrent_layers: bool) -> int:
     """Tokens per block: the configured number, else the number with which the attention kernels are fastest.
 
-    Without a configured number, the smallest size is used for latent attention and for recurrent layers. It is also
-    used if one token per running request leaves a step too few tokens for a whole block of a prompt.
+    Without a configured number, models with latent attention or recurrent layers get the smallest size. Other models
+    get the smallest size if a step can't have one token per running request and also a whole block of a prompt.
     Raises ConfigError if a block of a model with recurrent layers would have more than CHECKPOINT_INTERVAL tokens.
     """
     min_size = min(BLOCK_SIZES)

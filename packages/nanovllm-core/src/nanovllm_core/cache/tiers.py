@@ -18,8 +18,9 @@ from nanovllm_core.cache.tier_counters import TierCounters
 from nanovllm_core.request_state import BlockHash, RequestState
 from nanovllm_kernels.linear_attention import CHECKPOINT_INTERVAL
 
-# Limits of stores: bytes per batch (a single entry may have more), entries per batch, and batches in flight. Entries of
-# batches in flight can't be evicted. The limits allow 1 GiB in flight, about what a step of a long prompt writes.
+# Limits of stores (copies to host memory): bytes per batch (a single entry may have more), entries per batch, and
+# batches in flight. Entries in flight can't be evicted. The limits allow 1 GiB in flight: a step of a long prompt
+# writes about as much.
 MAX_STORE_BYTES = 512 << 20
 MAX_STORE_ENTRIES = 256
 MAX_STORES_IN_FLIGHT = 2
@@ -30,7 +31,7 @@ PredictCompute = Callable[[int, int], float]
 
 @dataclass(slots=True, eq=False)
 class _BatchInFlight:
-    """A launched batch. It is unusable if the tier's epoch or the memory's num_failures changes before its end."""
+    """A launched batch. It is unusable if `HostTier.epoch` or `HostMemory.num_failures` changes before its end."""
 
     transfers: list[Transfer]
     loads: list[PrefixLoad]

@@ -223,7 +223,7 @@ class EngineSocket:
 
 
 def _spec_and_config(spec: "ModelSpec", config: EngineConfig) -> tuple["ModelSpec", EngineConfig]:
-    """Return the arguments. `EngineProcess` calls a function without arguments that returns these two values."""
+    """Return the arguments. `launch` binds the arguments to make the loader that `EngineProcess` calls."""
     return spec, config
 
 

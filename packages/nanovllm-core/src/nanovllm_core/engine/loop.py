@@ -203,7 +203,7 @@ class EngineLoop:
     async def _end_thread(self, steps_future: "asyncio.Future[None]") -> None:
         """End the thread and the other ranks.
 
-        On a GPU, the thread may wait forever for a rank that has ended. So do not wait long for the thread then.
+        If a rank has failed, do not wait long for the thread: on a GPU, the thread may wait for this rank forever.
         """
         if self._ranks is not None and self._ranks.has_failed:
             await asyncio.to_thread(self._ranks.close)

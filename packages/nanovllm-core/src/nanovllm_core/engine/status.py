@@ -19,8 +19,8 @@ class EngineInfo:
     draft_method: method of speculative decoding; None without speculation.
     matmul_arithmetic: how matrix products are computed, as text for users.
     transfer_engine_id: id of this process for other engines; empty if no other engine can fetch blocks.
-    transfer_address: address at which other engines fetch blocks, with the port that was chosen for port 0; may be
-        empty like `transfer_engine_id`.
+    transfer_address: address at which other engines fetch blocks, with the port that was chosen for port 0; empty if
+        `transfer_engine_id` is empty.
     transfer_peers: addresses that `Request.prefix_peer` may have.
     """
 

@@ -26,8 +26,8 @@ from nanovllm_kernels.attention import AttentionBatch
 
 # Mixed steps have prompts, and perhaps decodes. Their token counts are padded to at least this size.
 MIN_MIXED_TOKENS = 64
-# A padded token count exceeds the next smaller count by at most this number, or by at most a quarter of the smaller
-# count if that is more. Padding to powers of two would double the time of some steps.
+# Consecutive padded token counts differ by at most this number or a quarter of the smaller count, whichever is larger.
+# Padding to powers of two would double the time of some steps.
 MAX_SIZE_INCREMENT = 256
 # Padding with empty requests costs time. Therefore steps of at least MIN_FEW_REQUEST_TOKENS tokens are also captured
 # for at most NUM_FEW_REQUESTS requests.
@@ -189,8 +189,8 @@ def _sort_key(shape: GraphShape) -> tuple[int, int, bool]:
 class StepGraphs:
     """The captured steps of one device.
 
-    num_steps: number of dispatched steps by graph mode ("none": without a graph) and kind ("decode", "draft" (with
-        drafts) or "mixed").
+    num_steps: number of dispatched steps by graph mode and kind. The mode is "none" for a step without a graph. The
+        kind is "decode", "draft" for decodes with drafts, or "mixed".
     """
 
     def __init__(self, shapes: Sequence[GraphShape]):

@@ -44,8 +44,9 @@ class Proposer(ABC):
 
     @abstractmethod
     def propose(self, rows: DeviceRows, step: StepTokens, ops: int, sample: SampleTokens) -> tuple[Tensor, Tensor]:
-        """Write drafts after the last token of each request that samples. Returns the same values as `propose_ngrams`.
+        """Write drafts after the last token of each request that samples.
 
+        Returns (drafts, number of proposed drafts per request), see `propose_ngrams`.
         ops: `SamplingOps` of the requests, combined; NO_DRAFTS to do only what later calls need.
         """
 

@@ -55,8 +55,8 @@ class SamplingOps(IntFlag):
 class StepInputs:
     """Inputs of a step.
 
-    Indices of requests count all ranks' requests, in the order of `ParallelContext.gather_requests`. If ranks have
-    equal requests, each rank has all of them.
+    Indices of requests are positions in the list of all ranks' requests, in the order of
+    `ParallelContext.gather_requests`. If ranks have equal requests, the list has each request once.
 
     device_rows: this rank's requests, with padding only if ranks have different requests.
     query_lens: int64 [n], number of tokens that the step computes for each of this rank's requests, without padding.
@@ -162,8 +162,8 @@ class RequestTable:
         self.num_pending = zeros(num_rows) if has_recurrent_layers and max_drafts else None
         self.step_buffer = StepBuffer(num_rows, device)
         self._ops = np.zeros(num_rows, np.uint8)
-        # `SamplingOps` of the request whose values each row's optional tables have. It may be a finished request, whose
-        # values a new request must replace.
+        # By row: the operations of the last request that `_write_optional_tables` wrote. The request's values remain in
+        # the tables when it finishes, so the row's next request must replace or clear them.
         self._written_ops = np.zeros(num_rows, np.uint8)
         # `SamplingParams.logprobs` by row of the plan. The row numbers of a plan cover all ranks.
         self._num_logprobs = np.full(parallel.count_gathered(num_rows), -1, np.int64)

@@ -73,7 +73,7 @@ _PRECOMPILED_STRINGS = [
 class BoundedStrings:
     """Replaces patterns of bounded strings in schemas by marks, and marks in xgrammar's rules by other rules.
 
-    A mark is a placeholder pattern. source: text of the schemas. Marks contain a word that `source` does not contain.
+    A mark is a placeholder pattern. It contains a word that `source`, the text of the schemas, does not contain.
     """
 
     def __init__(self, source: str):

@@ -1,7 +1,7 @@
 """Compiles grammars and matches outputs with xgrammar (Dong et al. 2024, https://arxiv.org/abs/2411.15100).
 
-Compiling has no limit of time or memory and can't be interrupted; `grammar/vetting.py` limits both. xgrammar is
-imported on first use, because xgrammar imports transformers.
+Compiling can't be interrupted and may take long, so `grammar/vetting.py` first compiles each grammar in a child process
+with limits of time and memory. xgrammar is imported on first use, because xgrammar imports transformers.
 """
 
 import json

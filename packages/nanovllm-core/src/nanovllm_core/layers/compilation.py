@@ -52,7 +52,7 @@ def compile_for_rows(
 def set_cache_directories() -> None:
     """Make all compilers cache compiled code in the project's cache. Call before the first kernel runs."""
     # Unless TRITON_CACHE_DIR is set, torch.compile changes Triton's directory, and kernels would be in two directories.
-    # CuTe DSL would use the system's temporary directory. So would QuACK, which FlashAttention imports.
+    # By default, CuTe DSL and QuACK (which FlashAttention imports) use the system's temporary directory.
     variables = {
         "TRITON_CACHE_DIR": "triton",
         "TORCHINDUCTOR_CACHE_DIR": "inductor",

@@ -16,8 +16,8 @@ from nanovllm_kernels.platform import residual_dtype
 class VocabEmbedding(WeightedModule):
     """Looks up a vector for each token id. The vectors have the dtype of the residual stream.
 
-    The ranks share the vocabulary. The table ends with padding rows of zeros, so that each rank has equally many rows.
-    If ranks have different requests, each rank has the whole table.
+    The ranks share the table, which ends with padding rows of zeros, so that all shares have equally many rows.
+    If ranks have different requests, each rank has the whole table instead.
 
     weight: [rows of this rank, hidden_size].
     head_weight: rows of `weight` that a tied output head uses on this rank.

@@ -63,8 +63,8 @@ class RMSNorm(WeightedModule):
     def add_partials_and_gather_requests(self, stream: ResidualStream) -> "tuple[Tensor, Tensor, RMSNorm | None]":
         """Like `add_partials`, for a feed-forward layer.
 
-        If ranks have different requests, each rank computes the rows of all ranks in such a layer. The input is then
-        [ranks * T, size], see `ParallelContext.gather_requests`.
+        If ranks have different requests, each rank's feed-forward layer computes the rows of all ranks. The input is
+        then [ranks * T, size], see `ParallelContext.gather_requests`.
         """
         residual, rows, norm = self.add_partials(stream)
         if norm is None or not self._parallel.splits_requests:

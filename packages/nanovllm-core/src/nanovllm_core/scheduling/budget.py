@@ -77,8 +77,8 @@ class StepBudget:
         usable_share = 1 - min(_MARGIN_PER_EXCESS * self._model.mean_excess, _MAX_MARGIN)
         decode_step_s = self._model.decode_step_s
         self._limit_s = usable_share * limits.time_limit_s(num_decodes, decode_step_s)
-        # Time limit if a chunk after the first leaves its prompt unfinished. Such a chunk delays prompts that finish in
-        # the step, so this limit may be lower than `_limit_s`.
+        # Time limit if a chunk other than the first leaves its prompt unfinished. This chunk delays prompts that finish
+        # in the step, so this limit may be lower than `_limit_s`.
         self._unfinished_chunk_limit_s = min(self._limit_s, usable_share * limits.time_limit_s(1, decode_step_s))
         self._has_unfinished_prompt = False
 

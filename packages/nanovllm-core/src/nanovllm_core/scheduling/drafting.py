@@ -13,8 +13,8 @@ from nanovllm_core.scheduling.plan import DraftEntryRange, DraftResults, RowIndi
 from nanovllm_core.scheduling.rows import RowTable
 from nanovllm_core.scheduling.step_time import StepTimeModel, StepWork
 
-# The acceptance is the share of drafts that are accepted. The acceptance of all requests is a moving average, which
-# begins with this value.
+# The acceptance is the share of tested drafts that are accepted. A step tests a request's drafts up to the first wrong
+# draft. The acceptance of all requests is a moving average, which begins with this value.
 _FIRST_ACCEPTANCE = 0.7
 # A step that tests at least _FULL_WEIGHT_TRIALS drafts has the weight _STEP_WEIGHT in this average. With fewer drafts,
 # the weight is proportionally lower.
@@ -110,7 +110,7 @@ class DraftPlanner:
     ) -> tuple[bool, NDArray[np.int64]]:
         """The result of `_choose_proposals` if drafts are not expected to pay. may_draft: bool [n]."""
         limits, num_computed_late = self._limits, np.zeros_like(num_late)
-        # A probe computes the late entries of the row that has the fewest.
+        # A probe computes late entries of one row only: the row that has the fewest late entries.
         index = int(np.where(may_draft, num_late, np.iinfo(np.int64).max).argmin())
         late_s = self._predict_late(int(num_late[index]))
         probe_cost = (times.proposal_s + late_s) / times.step_s

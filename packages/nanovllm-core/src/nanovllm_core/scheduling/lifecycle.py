@@ -135,7 +135,7 @@ class RequestLifecycle:
                 self.counters.num_cached_tokens += num_cached_tokens
 
     def give_up_load(self, group: int) -> bool:
-        """Free the blocks of a request in `loaded`, and queue the request again. Returns False if `group` has none."""
+        """Queue a `loaded` request of `group` again, and free its blocks. Returns False if there is no such request."""
         found = next((loaded for loaded in reversed(self.loaded.values()) if loaded.group == group), None)
         if found is None:
             return False

@@ -189,8 +189,8 @@ class StepResults(NamedTuple):
     tokens: int32 [m], the new tokens of the sampled rows, in the plan's order. Each row has one token
         if `drafts` is None, else `drafts.num_tokens` tokens.
     logprobs: pairs (index into `tokens`, log-probabilities) of rows that ask for log-probabilities.
-    grammar_failures: pairs (i, reason) if the grammar of the i-th sampled row failed, with i from 0. The tokens of
-        such a row are meaningless.
+    grammar_failures: pairs (index of the row among the sampled rows, reason) of rows whose grammar failed. The tokens
+        of these rows are meaningless.
     prompt_logprobs: one `PromptLogprobs` per `PromptLogprobsRange` of the plan, in the same order.
     drafts: None without speculation, or if no row samples.
     """

@@ -175,7 +175,7 @@ class PromptScheduler:
 
     def _running_candidates(self) -> list[_Candidate]:
         rows = self._rows
-        # A request that has only one token left to compute is decoding, so exclude it.
+        # A request with only one token left to compute is scheduled as a decode, so exclude it.
         prefilling_rows = np.flatnonzero(rows.is_running & (rows.num_tokens - rows.num_computed_tokens > 1))
         starts, ends = rows.num_computed_tokens[prefilling_rows].tolist(), rows.num_tokens[prefilling_rows].tolist()
         return list(map(_Candidate, rows.requests_of(prefilling_rows), starts, ends))

@@ -141,7 +141,7 @@ class ResultApplier:
         return NewTokens(columns, tokens, num_tokens[is_unfinished])
 
     def _cut_at_stop_tokens(self, new_tokens: NewTokens) -> tuple[NewTokens, NDArray[np.int64]]:
-        """Drop the tokens after each request's first stop token. Returns also the indices of stopped requests."""
+        """Drop tokens after a request's first stop token. Returns the other tokens and indices of stopped requests."""
         columns, tokens, num_tokens = new_tokens
         is_stop = self._rows.are_stop_tokens(np.repeat(columns.rows, num_tokens), tokens)
         if not is_stop.any():

@@ -33,7 +33,8 @@ class RowTable:
     draft_lag: maximum number of computed tokens that the proposer of drafts has not processed yet. -1 if the last
         scheduled step proposes drafts for the request: the proposer then has also processed the newly sampled token.
     num_proposed, first_draft_ids: number of drafts that the last finished step proposed, and the first of these drafts.
-    draft_trials, draft_successes: float64 [rows], numbers of verified and of accepted drafts. Older drafts weigh less.
+    draft_trials, draft_successes: float64 [rows], numbers of tested and of accepted drafts. Older drafts weigh less. A
+        step tests drafts up to the first wrong draft.
     """
 
     def __init__(self, num_rows: int, num_eos_tokens: int, num_groups: int = 1):
@@ -47,7 +48,7 @@ class RowTable:
         self._stop_ids = np.full((num_rows, MAX_STOP_TOKENS + num_eos_tokens), _NO_TOKEN, np.int64)
         # Largest number of stop tokens of any request so far.
         self._max_stop_ids = 1
-        # Entry i: whether token id i was a stop id of any request so far. The last entry is False. It also stands for
+        # Entry i: whether token id i was a stop id of any request so far. The last entry is False, and also stands for
         # all larger ids.
         self._is_any_stop_id = np.zeros(1, np.bool_)
         self._last_decode_batch: tuple[ScheduledRows, RequestColumns] | None = None

@@ -1,4 +1,4 @@
-"""Predicts the time of a step from its amount of work. The model is fitted to finished steps."""
+"""Predicts the time of a step from its amount of work, with a linear function that is fitted to finished steps."""
 
 from collections import Counter
 from collections.abc import Callable

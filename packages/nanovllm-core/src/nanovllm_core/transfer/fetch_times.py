@@ -1,6 +1,7 @@
 """Predicts from the times of earlier fetches whether a fetch of a prompt is fast enough."""
 
-# Largest predicted ratio (see `FetchTimes`) at which a fetch starts. It is above 1: a fetch delays no running request.
+# Largest predicted ratio (see `FetchTimes`) at which a fetch starts. The maximum is above 1, because computing a prompt
+# delays running requests, but a fetch does not.
 MAX_FETCH_RATIO = 2.0
 # Weight of the newest fetch in the estimate.
 _NEWEST_WEIGHT = 0.5
@@ -12,11 +13,10 @@ _MAX_RATIO = 8.0
 
 
 class FetchTimes:
-    """Estimates the ratio of a fetch: its time divided by the time of the steps that would compute the tokens.
+    """Estimates a ratio: the time of a fetch divided by the time of the steps that would compute the tokens.
 
-    There is one estimate for each power of two of the number of tokens. Short prompts have a large ratio, because every
-    fetch has a fixed cost. If the peer is overloaded, all ratios grow. The first fetch of each power of two is
-    always made.
+    Numbers of tokens between two consecutive powers of two share an estimate. Short prompts have a large ratio, because
+    every fetch has a fixed cost. If the peer is overloaded, all ratios grow. The first estimate is 1.
     """
 
     def __init__(self) -> None:

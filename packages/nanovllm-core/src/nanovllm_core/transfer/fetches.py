@@ -106,7 +106,7 @@ class FetchCounters:
 class FetchPlanner:
     """Holds host memory for fetches, and makes fetched entries findable.
 
-    A fetched prompt is then admitted like any prompt whose entries are in the host memory.
+    After the fetch, the prompt is admitted like any prompt whose entries are in the host memory.
     prefill_peer: the peer that computes long prompts; None without such a peer.
     """
 
@@ -123,7 +123,7 @@ class FetchPlanner:
         self._fetches: dict[int, PrefixFetch] = {}
 
     def plan(self, request: RequestState, is_peer_ready: Callable[[str], bool]) -> PrefixFetch | None:
-        """Plan a fetch for a new request, which must then wait for `finish`; None if no fetch is worthwhile."""
+        """Plan a fetch for a new request, which then waits for `finish`; None if a fetch can't start or is useless."""
         peer = request.client_request.prefix_peer or self._prefill_peer
         if peer is None:
             return None

@@ -21,8 +21,8 @@ FIRST_REQUEST_KEY = 1 << 62
 # A fetch holds at most MAX_HELD_BYTES, and at most MAX_HELD_SHARE of the host memory. It may always hold one entry.
 MAX_HELD_BYTES = 256 << 20
 MAX_HELD_SHARE = 1 / 8
-# Maximum bytes of the entries in one update. One thread hashes an update, and one thread of the client copies it.
-# Several updates occupy several threads.
+# Maximum bytes of the entries in one update. Only one thread hashes an update, and only one thread of the client copies
+# the update. Several threads can therefore share a large fetch only if it has several updates.
 MAX_UPDATE_BYTES = 16 << 20
 MAX_LEASES = 256  # further fetches find no entries
 
@@ -43,7 +43,7 @@ class LeaseUpdate(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Lease:
-    """A fetch of a client. unsent_positions: positions of entries that were not announced, in order.
+    """A fetch of a client. unsent_positions: positions of entries not yet announced, in order.
 
     request: computes the prompt; None if nothing is computed.
     num_missing: number of entries that the client does not get.

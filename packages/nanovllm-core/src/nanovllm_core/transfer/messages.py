@@ -12,7 +12,7 @@ PROTOCOL_VERSION = 2
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """Asks for Welcome, and renews the leases of the fetches in `keys`. Sent at once, and then periodically.
+    """Asks for Welcome, and renews the leases of the fetches in `keys`. Sent by a new client, then periodically.
 
     identity: the settings, by name, that determine the bytes of an entry; equal in engines that share entries.
     keys: keys of the client's fetches that have not ended.

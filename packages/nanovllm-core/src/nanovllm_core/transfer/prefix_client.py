@@ -131,7 +131,7 @@ class PeerConnection:
         self._send(message)
 
     def cancel(self, fetch: PrefixFetch, outcome: FetchOutcome) -> None:
-        """End a fetch before its entries have arrived, if it has not ended."""
+        """End a fetch early. Does nothing if the fetch has already ended."""
         if self._fetches.pop(fetch.request.key, None) is not None:
             self._send(Cancel(fetch.request.key))
             self._end(fetch, outcome)

@@ -144,7 +144,7 @@ class PrefixServer:
     async def _send_update(self, update: LeaseUpdate) -> None:
         slots = [self._memory.slot(kind, entry.slot) for kind, entry in zip(update.kinds, update.entries, strict=True)]
         checksums = await self._event_loop.run_in_executor(self._executor, _checksums_of, slots)
-        # If the lease has ended meanwhile, send nothing: its slots may hold other entries, whose checksums would match.
+        # If the lease has ended meanwhile, send nothing: the checksums may come from other entries in its former slots.
         if (lease := self._lease_by_number.get(update.number)) is None:
             return
         if update.entries:

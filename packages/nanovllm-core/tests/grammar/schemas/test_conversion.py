@@ -271,7 +271,7 @@ HOSTILE = {
 }
 
 
-@pytest.mark.timeout(60)  # These take about a second on an idle machine: a search without a limit takes hours.
+@pytest.mark.timeout(60)  # A case takes about a second on an idle machine, but hours without the limit.
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_schemas_are_refused_after_a_bounded_number_of_steps(name, steps):
     with pytest.raises(SchemaError) as caught:

@@ -2,7 +2,7 @@
 
     python -m nanovllm_kernels.benchmarks [--json FILE] [--only WORD]
 
-Each figure has a kernel's median time per call, over replays of a CUDA graph, and the bytes or operations per second.
+A figure is a kernel's median time per call, over replays of a CUDA graph, and its bytes or operations per second.
 A graph calls the kernel on several copies of the inputs, which together exceed the L2 cache. Bytes and operations are
 the minimum that the result requires. Data that a kernel reads twice counts once. Inputs are random.
 """
@@ -30,7 +30,7 @@ __all__ = ["KernelFigure", "all_cases", "main", "measure", "select_cases"]
 
 
 def all_cases() -> Iterator[BenchmarkCase]:
-    """Yield all benchmark cases, one kind of kernel after another. For each kind, small inputs come first."""
+    """Yield all benchmark cases, one kind of kernel after another."""
     yield copy_case()
     yield from paged_cases()
     yield from latent_cases()  # Multi-head latent attention (MLA).

@@ -1,7 +1,7 @@
 """Benchmark cases of paged attention, for decodes and for prompts: grouped-query and latent (MLA) attention.
 
-For most decodes, a case's cost is the number of bytes of the cache. For prompts, and for latent decodes with many
-heads, the cost is the number of operations.
+A case's rate is its cost per second. The cost is bytes of the cache for most decodes. The cost is operations for
+prompts, and for latent decodes with many heads.
 """
 
 from collections.abc import Callable, Iterator

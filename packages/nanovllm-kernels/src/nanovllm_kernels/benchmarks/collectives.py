@@ -3,9 +3,10 @@
     python -m nanovllm_kernels.benchmarks.collectives [--gpus N] [--only WORD] [--json FILE]
     python -m nanovllm_kernels.benchmarks.collectives --stress REPLAYS [--gpus N] [--timeout-s SECONDS]
 
-Figures are median microseconds per call, over replays of a CUDA graph of many calls on bf16 tensors. The columns force
-a kernel: one-shot, two-shot, or NCCL. A dash means that the operator lacks the kernel, or that the kernel's buffers do
-not hold the tensor. `all_reduce_norm` also adds a residual and computes RMSNorm. Only one-shot does this in one kernel.
+Figures are median microseconds per call, over replays of a CUDA graph of many calls on bf16 tensors. Each column
+is for one kind of kernel: one-shot, two-shot or NCCL. A dash means that the operator has no kernel of this kind, or
+that the kernel's buffers are too small. `all_reduce_norm` also adds a residual and computes RMSNorm. Only one-shot
+does this in one kernel.
 """
 
 import argparse

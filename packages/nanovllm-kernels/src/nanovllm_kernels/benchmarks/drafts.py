@@ -23,7 +23,7 @@ def _make_tables(batch: int, context: int, num_token_ids: int) -> TokenTables:
 
 
 def _proposal_case(batch: int, context: int, num_token_ids: int) -> BenchmarkCase:
-    """Make a case with `context` known tokens per request, from `num_token_ids` ids. With one id, all tokens match."""
+    """Make a case of `context` tokens per request, drawn from `num_token_ids` ids. With one id, all tokens match."""
 
     def make_call() -> Callable[[], object]:
         tables = _make_tables(batch, context, num_token_ids)

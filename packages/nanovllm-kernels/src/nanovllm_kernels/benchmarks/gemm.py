@@ -57,7 +57,7 @@ def linear_cases(widths: ModelWidths, num_rows: int) -> Iterator[BenchmarkCase]:
         lambda weight, x, residual: linear(x, weight, None, residual),
         lambda weight, x, residual: residual.addmm_(x, weight.t()),
     )
-    # By name: columns of the output, width of the input, the call that the engine makes, a call of separate operators.
+    # Maps a name to: columns of the output, width of the input, the engine's call, and a call of separate operators.
     cases: dict[str, tuple[int, int, LinearCall, LinearCall]] = {
         "norm + qkv": (
             widths.qkv,

@@ -17,7 +17,8 @@ def delta_net_case(
     """Make a case of Qwen3-Next's recurrent layer, without its projections.
 
     lengths: number of new tokens of each request. context: number of tokens of each request before its new tokens.
-    max_drafts: drafts per request that the caches hold. If positive, a request's new tokens after the first are drafts.
+    max_drafts: drafts per request for which the caches have space. If positive, a request's new tokens after the first
+        are drafts.
     num_pending: number of accepted drafts of each request's previous step.
     """
     batch, num_tokens, values_per_key, dim = len(lengths), sum(lengths), DELTA_V_HEADS // DELTA_K_HEADS, DELTA_DIM

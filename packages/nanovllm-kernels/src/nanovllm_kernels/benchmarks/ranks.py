@@ -63,7 +63,7 @@ def _run_rank(
         device_id=None if device.type == "cpu" else device,
     )
     function(device, *arguments)
-    # If `function` raises, skip this call: it might wait for ranks that wait for this rank. The parent ends all ranks.
+    # Not called if `function` raises: the call might wait for ranks that wait for this rank. The parent ends all ranks.
     dist.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,4 +1,7 @@
-"""Types of the operators that rotate queries and keys."""
+"""Types of the operators that rotate queries and keys.
+
+In shapes, T is the number of tokens, D the size of a head, and rot the number of rotated dimensions of a head.
+"""
 
 from typing import NamedTuple
 

@@ -25,7 +25,7 @@ ONEDNN_PLANNED_ROWS = 8
 MAX_PADDING_ROWS = 31
 # A weight [N, K] that oneDNN has packed is also packed in `Panels` if N or K is at most this number.
 MAX_SMALLER_DIM_OF_PANELS = 2048
-# On a CPU, this number of each row's largest logits is computed again in float32.
+# Number of largest logits per row that a CPU computes again in float32.
 NUM_REFINED_LOGITS = 16
 # Number of neighbouring logits in a run. The search for the largest logits compares the maxima of runs first.
 LOGITS_PER_RUN = 64
@@ -345,7 +345,7 @@ _project_split_k_op.register_fake(lambda x, weight, _bias, residual, _counters: 
 
 def _find_largest(values: Tensor, count: int) -> Tensor:
     """Return the indices of the `count` largest values of each row of `values` [n, N]: int64 [n, min(count, N)]."""
-    # Search only the `count` runs with the largest maxima: at most `count` runs hold one of the `count` largest values.
+    # Search only the `count` runs with the largest maxima: they hold the largest values of all runs.
     # A direct search takes ten times as long.
     num_rows, size = values.shape
     end_of_whole_runs = size // LOGITS_PER_RUN * LOGITS_PER_RUN

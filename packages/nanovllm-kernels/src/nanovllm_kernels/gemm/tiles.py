@@ -5,7 +5,7 @@ The constants were measured on one H200 in bf16, with uncached weights. A weight
 
 from typing import NamedTuple
 
-# `triton_few_rows` is faster than cuBLAS up to this number of weight elements, by number of rows (see `padded_rows`).
+# Maximum number of weight elements for which `triton_few_rows` is faster than cuBLAS. Keys: results of `padded_rows`.
 MAX_FEW_ROWS_ELEMENTS = {1: 1 << 62, 2: 1 << 62, 4: 1 << 24, 8: 1 << 23}
 # Bounds on a weight's size that define the kinds of weight in FEW_ROWS_CONFIGS.
 MAX_NARROW_COLUMNS = 2048

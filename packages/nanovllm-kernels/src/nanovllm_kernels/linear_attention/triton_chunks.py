@@ -131,8 +131,8 @@ def compute_chunks(
 def find_chunk(query_start_loc_ptr, seq_lens_ptr, num_reqs, chunk_number):
     """Find the chunk with number `chunk_number`.
 
-    The first chunk of request r has the number query_start_loc[r] // CHUNK + 2 r. Adding 2 r reserves numbers
-    for incomplete first and last chunks. A binary search finds the last r whose first chunk has at most this number.
+    The first chunk of request r has the number query_start_loc[r] // CHUNK + 2 r. Adding 2 r reserves numbers for
+    incomplete first and last chunks. A binary search finds the last r whose first chunk's number is <= `chunk_number`.
 
     Returns: request, index of its first token in the step, position of this token, sequence length (0 if no
         chunk has this number), position at which the chunk begins.

@@ -17,7 +17,7 @@ from nanovllm_kernels.platform import INTERPRETER_SMS, can_overlap_launches, des
 
 # State elements per warp, if a program loads its whole state at once.
 ELEMENTS_PER_WARP = 4096
-# A launch with more than two programs per SM loads states in blocks of rows: {bytes per element: rows per block}.
+# Rows per block, by bytes per element. A launch with more than two programs per SM loads states in blocks of rows.
 BLOCK_ROWS_BY_BYTES = {4: 8, 2: 16}
 # State elements per warp, and pipeline stages, if programs load states in blocks.
 BLOCKED_ELEMENTS_PER_WARP = 1024

@@ -75,7 +75,8 @@ def _convolve(
 ):
     """Apply convolution and SiLU to one token's inputs.
 
-    step_ptrs: inputs at `first_position`. Inputs at the next positions follow. ring_ptrs: inputs in row 0 of the ring.
+    step_ptrs: inputs of the step's first token, at `first_position`.
+    ring_ptrs: row 0 of the ring, from which inputs at earlier positions are read.
     """
     total = tl.zeros(mask.shape, dtype=tl.float32)
     # Add inputs in the order of `triton_decode`: first the newest input, then the other inputs, oldest first.

@@ -26,8 +26,8 @@ from nanovllm_kernels.moe.triton_sort import SortedPairs
 from nanovllm_kernels.platform import can_overlap_launches, describe_device
 from nanovllm_kernels.triton_fp8 import quantize_groups
 
-# A tile has two blocks of columns, left and right. Each of two groups of warps multiplies half of the tile's rows.
-# Rows per group of warps, columns per block, and elements of K (the summed dimension) per step.
+# Rows per group of warps, columns per block, and elements of K (the summed dimension) per step. A tile has two blocks
+# of columns, left and right. Each of two groups of warps multiplies half of the tile's rows.
 WARP_GROUP_ROWS, BLOCK_COLUMNS, STEP_DEPTH = GLUON_TILE_ROWS // 2, 128, 128
 STAGES = 4  # steps that the ring buffer holds
 # Shared memory layout that the tensor cores require.
@@ -52,7 +52,7 @@ def run_products(
     launch_options = {"OVERLAP": overlap, "launch_pdl": overlap}
     float32_options = {"dtype": torch.float32, "device": x.device}
     rows = torch.empty((num_pairs, hidden_size), dtype=x.dtype, device=x.device)  # sorted by expert
-    # Loads of the last tile may reach up to GLUON_TILE_ROWS elements past the last row.
+    # Loads of the last tile's scales may read up to GLUON_TILE_ROWS elements past the last row's scale.
     group_stride = num_pairs + GLUON_TILE_ROWS
     row_scales = torch.empty((hidden_size // GROUP, group_stride), **float32_options)
     hidden = torch.empty((num_pairs, intermediate_size), dtype=x.dtype, device=x.device)  # silu(gate) * up
@@ -229,7 +229,7 @@ def _copy_tiles(rings, sources, N: gl.constexpr, K: gl.constexpr, GATED: gl.cons
     TILE_COLUMNS: gl.constexpr = 128 if GATED else 256
     COLUMN_TILES: gl.constexpr = N // TILE_COLUMNS
     WEIGHT_ROWS_PER_EXPERT: gl.constexpr = 2 * N if GATED else N
-    # Rows of the weight from the first block of columns to the second.
+    # Distance between the first and the second block of columns, in rows of the weight.
     BLOCK_DISTANCE: gl.constexpr = N if GATED else 128
     num_work = gl.load(tiles_ptr) * COLUMN_TILES
     step = 0

@@ -30,10 +30,10 @@ class SortedPairs(NamedTuple):
     """Pairs of this rank's E experts, sorted by expert, in tiles of one expert each.
 
     order: int32 [T k], the sorted pairs: `t * k + j` for `ids[t, j]`. The order within an expert is unspecified.
-        Elements from starts[E] on have no values.
+        Elements from starts[E] on are undefined.
     starts: int32 [E + 1]. The pairs of expert e are order[starts[e] : starts[e + 1]].
     tiles: int32 [.., 2]. tiles[0, 0] is the number of tiles. Each further row has a tile's expert, and the index in
-        `order` of the tile's first pair. Rows after the last tile have no values.
+        `order` of the tile's first pair. Rows after the last tile are undefined.
     """
 
     order: Tensor

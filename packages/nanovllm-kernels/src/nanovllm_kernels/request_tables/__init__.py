@@ -71,13 +71,13 @@ def commit_tokens(
 def verify_drafts(
     table_rows: Tensor, query_start_loc: Tensor, sampled: Tensor, tables: TokenTables, token_counts: Tensor | None
 ) -> Tensor:
-    """Accept each request's drafts before the first wrong one, and commit one sampled token after them.
+    """Accept each request's drafts before the first wrong draft, and commit the token sampled after these drafts.
 
     The step computed q tokens of a request: the token at position `num_computed`, then q - 1 drafts. A draft is
     accepted if it equals the token that was sampled after the preceding token, and if all earlier drafts are accepted.
     `num_computed` grows by the number of accepted drafts plus 1. The request's last new token is the token that was
-    sampled after the last accepted draft. It is written at position `num_computed` (the new value), unless the
-    request's row of `tokens` is full. Rejected drafts stay in the row. Never waits for a GPU.
+    sampled after the last accepted draft. This token is written at position `num_computed` (the new value), unless
+    the request's row of `tokens` is full. Rejected drafts stay in the row. Never waits for a GPU.
 
     table_rows: int32 [B], each request's row in the tables. Requests with tokens in the step have different rows.
     query_start_loc: int32 [B + 1], index of each request's first token in the step, then the number of tokens. A
@@ -109,7 +109,7 @@ def propose_ngrams(
     num_drafts: number of drafts per request, at least 1.
 
     Returns (drafts, num_proposed). drafts: int32 [B, num_drafts], the contents of the row after the last known token.
-    Without a match, these contents are old. `drafts` is 0 beyond the end of the row and for skipped requests.
+    Without a match, the row is unchanged. `drafts` is 0 beyond the end of the row and for skipped requests.
     num_proposed: int32 [B], number of drafts that were written, 0 without a match.
 
     Raises ValueError if `num_drafts` < 1, or not 1 <= `min_match` <= `max_match`.

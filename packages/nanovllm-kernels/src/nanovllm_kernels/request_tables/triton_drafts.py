@@ -152,9 +152,9 @@ def _find_matches(
 ):
     """Find the longest match that ends in one piece of a request's tokens: the last match if several are equally long.
 
-    A match is an earlier occurrence of the request's last known tokens. With P pieces, piece p consists of the blocks
-    p, p + P, p + 2P and so on. A match is stored as length << 32 | position of its last token, so that the greatest
-    number is the last of the longest matches.
+    A match is an earlier occurrence of the request's last known tokens. A block is BLOCK positions. With P pieces,
+    piece p consists of the blocks p, p + P, p + 2P and so on. A match is stored as
+    `length << 32 | position of its last token`. The greatest of these numbers is the last of the longest matches.
     """
     piece, request = tl.program_id(0), tl.program_id(1)
     num_pieces = tl.num_programs(0)

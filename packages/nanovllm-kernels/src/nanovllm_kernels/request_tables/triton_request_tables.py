@@ -156,7 +156,7 @@ def _commit_tokens(
     COUNTS_TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Commit all requests in one program. Requests without tokens are padding, whose row may be that of a request."""
+    """Commit all requests in one program. Skip requests without tokens: they are padding, and a row may be in use."""
     lanes = tl.arange(0, BLOCK)
     for first_index in tl.range(0, num_reqs, BLOCK):
         index = first_index + lanes

@@ -1,4 +1,4 @@
-"""Sampling operators: penalties, biases, masks, filters, the draw of tokens, and log-probabilities.
+"""Adjusts logits by penalties, biases and masks, draws tokens with filters, and computes log-probabilities.
 
 Functions whose names end in "_" change the logits in place. The random numbers depend only on (seed, position, token
 id), not on the batch or the device.

@@ -193,7 +193,7 @@ def draw_filtered(
     total_mass: sum of the masses of all tokens, which is 1 / (probability of the likeliest token).
     """
     max_value = _divide_by_temperature(max_logit, temperature)
-    # Tokens with smaller values are never drawn, and their mass does not change the float32 sum.
+    # Tokens below `min_drawn_value` are never drawn, and their mass does not change the float32 sum.
     min_drawn_value = max_value - MAX_DISTANCE_FROM_MAX
     min_kept_value = min_drawn_value
     if min_p > 0:

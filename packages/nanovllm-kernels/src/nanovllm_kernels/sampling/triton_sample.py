@@ -1,6 +1,7 @@
 """Draws tokens on CUDA.
 
-One program per chunk of a row stores the chunk's best token. Then one program per row chooses the row's token.
+One program per chunk of a row stores the chunk's best token. For rows with filters, the program stores maxima and the
+chunk's mass instead. Then one program per row chooses the row's token.
 Programs read the settings of rows from the device, so that a captured graph can be replayed with other settings.
 """
 

@@ -20,7 +20,7 @@ from nanovllm_server.protocol.messages import Message, PastToolCall
 from nanovllm_server.protocol.template import TemplateOptions
 
 NUM_THREADS = 2  # for conversations shorter than MIN_LARGE_CHARACTERS
-# Conversations with at least this number of characters share one other thread: short conversations need not wait.
+# One more thread renders conversations of at least this number of characters. Shorter ones do not wait for them.
 MIN_LARGE_CHARACTERS = 1 << 18
 DEFAULT_OPTIONS = TemplateOptions()
 ToolDefinitions = Sequence[Mapping[str, Any]]
@@ -62,9 +62,9 @@ class Renderer:
     ) -> Prompt:
         """Renders and encodes a conversation. Raises ApiError (400) if the template refuses the conversation.
 
-        max_tokens: maximum number of prompt tokens; None for no limit. If the text certainly has more tokens, this
-            method refuses the text without encoding it. The returned prompt may still have more tokens. It is then
-            not in the tokenizer's cache, and the caller must refuse it.
+        max_tokens: maximum number of prompt tokens; None for no limit. If the length of the text already shows that
+            the prompt exceeds this maximum, raises ApiError. If only encoding shows this, returns the prompt without
+            caching its tokens; the caller must then refuse the prompt.
         """
         pool = self._choose_pool(sum(len(message.content or "") + 1 for message in messages))
         return await asyncio.get_running_loop().run_in_executor(

@@ -42,7 +42,7 @@ class Service:
     allowed_hosts: names that the Host header may have besides local and private names.
     allowed_origins: origins whose pages may read the server's answers.
     body_memory_bytes: maximum memory of all bodies over 64 KiB in this worker.
-    defaults: values of sampling parameters that a request leaves out.
+    defaults: values for sampling parameters that a request does not set.
     running: generations that have not ended.
     """
 

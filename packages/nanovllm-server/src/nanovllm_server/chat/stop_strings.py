@@ -46,7 +46,7 @@ class StopMatcher:
 
 
 def _failure_table(pattern: str) -> list[int]:
-    """Returns a table. Entry i: length of the longest proper prefix of `pattern[: i + 1]` that is also its suffix."""
+    """Entry i of the table is the length of the longest proper prefix of `pattern[: i + 1]` that is also a suffix."""
     table = [0] * len(pattern)
     num_matched = 0
     for index in range(1, len(pattern)):

@@ -73,7 +73,7 @@ class Http1Protocol(H11Protocol):
 class SmallReadProtocol(asyncio.BufferedProtocol):
     """Passes received data to a stream in parts of at most `MAX_READ_BYTES`."""
 
-    # All connections share one buffer, because the event loop calls `buffer_updated` right after filling the buffer.
+    # All connections can share one buffer: the event loop calls `buffer_updated` right after filling the buffer.
     _buffer = memoryview(bytearray(MAX_READ_BYTES))
 
     def __init__(self, on_connect: Callable[[asyncio.StreamReader, asyncio.StreamWriter], None]):

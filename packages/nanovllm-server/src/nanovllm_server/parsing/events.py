@@ -41,7 +41,7 @@ Event = ReasoningText | ContentText | CallBegun | CallArguments | CallEnded
 
 
 class WhitespaceTrimmer:
-    """Removes whitespace at the ends of a text that comes in pieces.
+    """Removes whitespace at the beginning and the end of a text that comes in pieces.
 
     holds_trailing: hold back whitespace at the end until more text follows.
     skips_leading: remove leading whitespace and leading characters of `separator_characters`.

@@ -131,9 +131,9 @@ class RingReader:
 
 
 def _checksum(payload: bytes | bytearray, position: int) -> int:
-    """Sums the payload's 64-bit words, its length, its position, and 1, so that new memory (zeros) is no valid message.
+    """Returns the sum of the payload's 64-bit words, its length, its position, and 1.
 
-    A CRC would take ten times as long.
+    The 1 makes the checksum wrong in new memory, which contains zeros. A CRC would take ten times as long.
     """
     num_words = len(payload) // 8
     word_sum = int(np.frombuffer(payload, np.uint64, num_words).sum())

@@ -84,7 +84,7 @@ async def run(arguments: WorkerArguments, pipe: Connection, graceful_exit_event:
     try:
         service = await _start(arguments)
     except (ConfigError, EngineDeadError):
-        # The engine reports this error to the parent.
+        # Report nothing: the engine reports this error to the parent.
         await parent.wait("close")
         return
     except (nanovllm_models.ModelError, VocabularyError) as error:

@@ -12,8 +12,8 @@ from nanovllm_server.protocol.json import JSON
 # Maximum number of values in a body. `orjson` blocks the worker's other threads while it decodes: up to 80 ms for this
 # number of values. A body of 16 MiB can have 5,000,000 empty lists, which would take 1.7 s.
 MAX_VALUES = 250_000
-# Every value except the outermost follows one of these bytes, directly or after its key. A body therefore has at most
-# one value more than it has such bytes.
+# Every value except the outermost follows one of these bytes, directly or after its key. The number of values is
+# therefore at most 1 plus the number of these bytes.
 _BYTES_BEFORE_VALUES = b"[{,"
 _BYTES_TO_SKIP = bytes(set(range(256)) - set(b'"' + _BYTES_BEFORE_VALUES))
 # Number of bytes that are scanned at once.

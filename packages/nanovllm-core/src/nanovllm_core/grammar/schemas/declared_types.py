@@ -6,7 +6,7 @@ from nanovllm_core.grammar.schemas.json_values import JSON
 MAX_STEPS = 10_000
 # Maximum number of characters in a reference.
 MAX_REFERENCE_LENGTH = 1_000
-# Maximum number of references to follow in a row. A chain of references may be circular.
+# Maximum number of references to follow in a chain, which may be circular.
 MAX_REFERENCES = 8
 TYPE_NAMES: dict[type, str] = {
     str: "string",

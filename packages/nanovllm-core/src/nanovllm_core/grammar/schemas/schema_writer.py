@@ -74,7 +74,7 @@ def _inner_conjunctions(plan: Plan) -> Iterator[Conjunction]:
 
 
 def _find_satisfiable_conjunctions(plans_by_conjunction: PlansByConjunction) -> set[Conjunction]:
-    """The conjunctions that allow a value. Others allow no value, or only values that would be nested without end."""
+    """The conjunctions that allow a value of finite depth."""
     satisfiable = {conjunction for conjunction, value_plans in plans_by_conjunction.items() if value_plans is None}
     has_grown = True
     while has_grown:

@@ -14,8 +14,8 @@ from nanovllm_core.grammar.schemas.shapes import StringShape, keyword_place
 MAX_REPETITIONS = 1_000_000
 # Maximum depth in characters of the trie in `exclude_strings`.
 MAX_TRIE_DEPTH = 32
-# Maximum number of prefixes in this trie. Compiling a prefix takes 7 ms. Each object with undeclared properties has a
-# trie of names. Only the first MAX_EXACT_OBJECTS (`undeclared_properties.py`) have this maximum; later ones the second.
+# Maximum number of prefixes in this trie. Compiling a prefix takes 7 ms. MAX_LATER_TRIE_PREFIXES limits tries of
+# property names in all objects after the first MAX_EXACT_OBJECTS (see `undeclared_properties.py`).
 MAX_TRIE_PREFIXES = 6
 MAX_LATER_TRIE_PREFIXES = 1
 
@@ -91,7 +91,7 @@ def limit_length(tree: regex.Node, low: int, high: int | None) -> regex.Node | N
 
 
 def _limit_varying_part(parts: tuple[regex.Node, ...], low: int, high: int | None) -> regex.Node | None:
-    """Restricts the total length by limiting the only part of variable length. Returns None for several such parts."""
+    """Restricts the total length by limiting the only part of variable length. Returns None if several parts vary."""
     varying = [index for index, part in enumerate(parts) if len(set(search.match_lengths(part))) > 1]
     if len(varying) != 1:
         return None

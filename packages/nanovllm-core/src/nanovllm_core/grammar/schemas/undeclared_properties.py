@@ -19,8 +19,8 @@ from nanovllm_core.grammar.schemas.string_patterns import (
     string_tree,
 )
 
-# Some objects have both declared and undeclared properties. In a schema, the first MAX_EXACT_OBJECTS of these may use
-# MAX_TRIE_PREFIXES prefixes in `exclude_strings`. Later ones use MAX_LATER_TRIE_PREFIXES, and thus forbid more names.
+# Number of objects with both declared and undeclared properties that may use MAX_TRIE_PREFIXES prefixes in
+# `exclude_strings`. Later objects of a schema use MAX_LATER_TRIE_PREFIXES prefixes, which forbids more names.
 MAX_EXACT_OBJECTS = 4
 
 

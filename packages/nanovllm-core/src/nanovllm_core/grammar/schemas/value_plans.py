@@ -33,7 +33,7 @@ from nanovllm_core.grammar.schemas.undeclared_properties import plan_undeclared_
 
 # Maximum number of constants that replace a keyword such as multipleOf or uniqueItems.
 MAX_ENUMERATED_VALUES = 2_000
-# Maximum number of enum values of items that must be unique. A list of all allowed arrays replaces the array's schema.
+# Maximum number of enum values of the items of an array with uniqueItems. A list of arrays replaces the array's schema.
 MAX_UNIQUE_ENUM_VALUES = 200
 # Maximum value of minItems and maxItems in xgrammar.
 MAX_ITEMS = 100_000
@@ -348,7 +348,7 @@ def _plan_objects(resolver: ShapeResolver, shape: ObjectShape, place: str) -> li
     named = [prop for prop in named if prop[1] != FALSE_SCHEMA]
     rest = shape.rest
     if rest is None:
-        # No keyword mentions undeclared properties. If declared properties exist and reach `low`, allow only them.
+        # No keyword mentions undeclared properties. If properties are declared and suffice for `low`, allow no others.
         rest = FALSE_SCHEMA if (shape.properties or shape.patterns) and shape.low <= len(named) else ()
     name_patterns: list[tuple[str | None, Conjunction]] = []
     if shape.high is None or shape.high > 0:

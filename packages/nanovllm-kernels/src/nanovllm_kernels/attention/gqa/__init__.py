@@ -154,7 +154,7 @@ def _plan_work_lists(
     queries_per_tile = [config.block_m // group_size for config in configs]
     min_query_len = 2 if num_decodes == 0 or batch.cute_seq_lens is not None else 1
     query_len_ranges = split_query_lens(*queries_per_tile, min_query_len, batch.max_query_len)
-    # The default filter excludes no request. With FlashAttention, the filter excludes FlashAttention's requests.
+    # The default filter keeps all requests in work lists. Another filter leaves some requests to FlashAttention.
     request_filter, excluded_query_lens = WorkListFilter(), None
     min_flash_queries = flash_prefill.MIN_QUERY_LEN_OF_CAPTURED_STEPS if num_decodes is None else 2
     uses_flash = (
@@ -182,8 +182,8 @@ def _plan_work_lists(
             num_head_blocks=num_kv_heads,
             num_tokens=num_tokens,
         )
-        # FlashAttention computes every request of the list if three things hold: each request has several queries, at
-        # most `max_excluded` requests exist, and no request can have `min_context` tokens before its queries.
+        # FlashAttention computes all requests, and the list is empty, if three things hold: each request has several
+        # queries, at most `max_excluded` requests exist, and no request can have `min_context` tokens before this step.
         may_have_work = (
             query_lens.start == 1
             or len(batch.seq_lens) > request_filter.max_excluded

@@ -251,7 +251,7 @@ class DecodeKernel:
                 row_sum.fill(0.0)
                 row_max.fill(NO_SCORE)
                 while slice_index < tile_part_end:
-                    # `spare_slot` held the warp's previous slice.
+                    # `spare_slot` is free: the warp has finished the previous slice, if any.
                     next_cache_index, next_slice, next_tile, next_tile_begin, next_tile_end = self.refill_slot(
                         loader, spare_slot, next_cache_index, next_slice, next_tile, next_tile_begin, next_tile_end
                     )

@@ -216,7 +216,7 @@ def _locate_lane_sums(shape, lane, row, lane_row, mma_tile):
 
     Return (offset of the two sums in shared memory, index of the first sum in `acc`, index of the second sum in `acc`).
     """
-    # `octet` is the index of 8 adjacent sums in a row. `column` is the position of the first sum in the octet.
+    # `octet` is the index of 8 adjacent sums in a row. `column` is the position of the lane's first sum.
     if not shape.is_fp8:
         octet, column = mma_tile, (lane & 3) * 2
         first = 4 * mma_tile + 2 * lane_row

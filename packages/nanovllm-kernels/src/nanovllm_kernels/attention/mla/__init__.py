@@ -23,8 +23,8 @@ from nanovllm_kernels.platform import has_flash_attention
 
 __all__ = ["latent_attention", "plan_latent_batch"]
 
-# Steps with at least this many tokens use `triton_head_projection` instead of cuBLAS for projections. The Triton kernel
-# is slower per token, but skips tokens that need no projection.
+# If a step may have prompts and has at least this many tokens, `triton_head_projection` replaces cuBLAS. The Triton
+# kernel is slower per token, but skips tokens that need no projection.
 MIN_SKIPPING_TOKENS = 1024
 
 

@@ -98,8 +98,8 @@ def _plan_work(
         `work_list._plan_work_op`.
     """
     lanes = tl.arange(0, BLOCK)
-    # Count the queries of all short requests, which are requests with few queries and a long context. If all short
-    # requests together have at least `query_limit` queries, exclude these requests too.
+    # Requests with few queries and a long context (`is_short`) stay in the list if they have fewer than `query_limit`
+    # queries in total. Count these queries. A limit of 0 excludes all requests with several queries.
     num_short_queries = 0
     for first in tl.range(0, num_reqs, BLOCK):
         requests = first + lanes

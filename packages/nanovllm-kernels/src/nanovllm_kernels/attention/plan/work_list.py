@@ -42,8 +42,9 @@ class WorkList(NamedTuple):
 class WorkListFilter(NamedTuple):
     """Decides which requests with several queries stay in work lists. Another kernel computes the excluded requests.
 
-    A request can be excluded if it has fewer than `query_limit` queries, and at least `min_context` tokens before its
-    first query. Such requests are excluded only if all of them together have at least `query_limit` queries.
+    The filter excludes requests with at least `query_limit` queries, and requests with fewer than `min_context` tokens
+    before the first query. The remaining requests stay if they have fewer than `query_limit` queries in total. If not,
+    the filter excludes the remaining requests too.
     max_excluded: maximum number of excluded requests. Further requests stay in work lists.
     """
 

@@ -1,1 +1,1 @@
-"""The commands `throughput`, `latency` and `prefill`: our engine in this process, other engines (peers) in others."""
+"""The commands `throughput`, `latency` and `prefill`. Peers (other engines) run in processes of their own."""

@@ -63,7 +63,7 @@ class PeerDraftHeads:
     """How a peer uses the model's heads for multi-token prediction (MTP).
 
     num_drafts: drafts per step.
-    acceptance_length: mean number of tokens that the peer forces per step with drafts. None: the peer verifies drafts.
+    acceptance_length: mean tokens per step with drafts, which the peer simulates. None: the peer verifies drafts.
     """
 
     num_drafts: int

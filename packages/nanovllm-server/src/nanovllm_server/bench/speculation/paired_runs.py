@@ -14,7 +14,7 @@ from tqdm import tqdm
 from nanovllm_core import Engine, EngineClient, EngineConfig, ModelSpec, Request, RequestOutput, SamplingParams
 from nanovllm_server.bench.report import BenchError
 
-# Pause before each run. Every 0.2 s, an engine on a CPU measures how many cores other processes use. It runs slower if
+# Pause before each run. Every 0.2 s, an engine on a CPU measures how many cores other processes use, and runs slower if
 # those processes need its cores. After the pause, the measurement no longer includes the other engine's last run.
 PAUSE_S = 0.5
 # Time limit of a step. With a shorter limit, measured times decide how a prompt is split into chunks. The split changes
@@ -69,7 +69,7 @@ class RunPair:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first token in which the answers to a prompt differ. A token is None where an answer has already ended.
+    """The first token in which the answers to a prompt differ. The token of an answer that has already ended is None.
 
     margin: log-probability of `plain_token` minus that of `drafted_token`; None if either log-probability is unknown.
     """

@@ -145,7 +145,7 @@ def _make_token_chooser(model: Any, temperature: float) -> ChooseTokens:
         return logits.reshape(len(rows), vocab_size).argmax(axis=1).tolist()
 
     if temperature == 0:
-        # This is faster than llama.cpp's greedy sampler, which creates a struct for each token of the vocabulary.
+        # Argmax is faster than llama.cpp's greedy sampler, which creates a struct for each token of the vocabulary.
         return choose_likeliest
     chain = llama_cpp.llama_sampler_chain_init(llama_cpp.llama_sampler_chain_default_params())
     llama_cpp.llama_sampler_chain_add(chain, llama_cpp.llama_sampler_init_temp(temperature))
