@@ -25,8 +25,8 @@ class GrammarSpec(msgspec.Struct, frozen=True):
     place: str = "#"
 
 
-# For tool calls whose parameters the model writes as XML: maps the JSON pointer of a tool's schema to a schema that
-# states only the types of the parameters.
+# For tools whose calls are XML elements. Keys: JSON pointers to the tools' schemas in the grammar's source. Values:
+# schemas that state only the types of the parameters.
 ParameterTypes = dict[str, dict[str, Any]]
 
 

@@ -1,4 +1,4 @@
-"""Groups of requests have their own caches and rows. Tests which group a request joins, and each group's limits."""
+"""Groups of requests have their own caches and rows. The tests check the choice of a group, and its limits."""
 
 import numpy as np
 

@@ -43,7 +43,7 @@ class FinishedStep:
 
 
 class CountingMatcher:
-    """After n tokens, the mask allows only token n. `accept` takes any `max_tokens` tokens, then raises.
+    """After n tokens, the mask allows only token n. `accept` accepts any token, but raises after `max_tokens` tokens.
 
     calls: list to which each batch call (`accept_all`, `fill_masks`) adds its number of matchers.
     """

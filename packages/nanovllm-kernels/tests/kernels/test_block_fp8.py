@@ -19,7 +19,7 @@ TOLERANCE = {torch.float32: 1e-5 if os.environ.get("TRITON_INTERPRET") == "1" el
 
 
 def make_weight(num_rows, width, device, block_rows=128):
-    """Return a weight in the layout of `empty_weight`, with a different scale per block, and counters."""
+    """Return a random weight in the layout of `empty_weight`. Each block has a random scale. Counters are 0."""
     data, scales = quantize_blocks(torch.randn(num_rows, width, device=device) * 0.1)
     groups = scales.shape[1]
     laid_out = torch.full((-(-num_rows // block_rows), -(-groups // 4) * 4), torch.nan, device=device)

@@ -171,7 +171,7 @@ class Constraints:
     def _append_drafts(
         self, requests: Sequence[ConstrainedRequest], entry: int, masks: NDArray[np.int32]
     ) -> list[ConstrainedRequest]:
-        """Append the draft after `entry` to each request. Returns the requests whose next entry may need a mask.
+        """Append draft number `entry` to each request. Returns the requests whose next entry may need a mask.
 
         Constraints that depend on the output are replaced by forks, which advance by the drafts.
         masks: int32 [n, words], masks of `entry`.
@@ -182,8 +182,8 @@ class Constraints:
             constraint = request.constraint
             if request.num_drafts <= entry or constraint.failure is not None:
                 continue
-            # A constraint that does not depend on the output ignores drafts. The host may not know these drafts yet,
-            # because it does not wait for them.
+            # A constraint that does not depend on the output ignores drafts. The host may not know the drafts of its
+            # row, because the host then did not wait for the previous step.
             if constraint.depends_on_output:
                 draft = _find_draft(request, entry)
                 if not allows_token(mask, draft):
@@ -231,7 +231,7 @@ class Constraints:
 
 
 def _find_draft(request: ConstrainedRequest, entry: int) -> int:
-    """The draft after `entry`, from the result of the row's previous step. Raises RuntimeError if it is unknown."""
+    """Draft number `entry`, from the result of the row's previous step. Raises RuntimeError if it is unknown."""
     _, constraint, num_drafts = request
     if num_drafts > len(constraint.draft_ids):
         raise RuntimeError(

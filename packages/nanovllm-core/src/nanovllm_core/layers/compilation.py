@@ -25,8 +25,8 @@ def compile_for_rows(
     """Compile `function` for calls with at least `min_rows` rows; calls with fewer rows run uncompiled.
 
     All tensor arguments of one call must have the same number of rows. The number may change between calls.
-    Other arguments may be objects that hold tensors, such as the weights of any layer. The first call with several rows
-    compiles the function. If `min_rows` is 1, the first call with one row compiles the function again.
+    Other arguments may be objects that hold tensors, such as the weights of any layer. The function is
+    compiled once for all numbers of rows above 1, and if `min_rows` is 1, also once for one row.
     """
     set_cache_directories()
     # torch.compile caches by code object. A copy gives each model its own cache.

@@ -85,7 +85,7 @@ class RequestLifecycle:
         return self.caches[self.rows.group_of(request.row)]
 
     def has_free_row(self, group: int) -> bool:
-        """Whether `group` has a row for one more request, besides the rows for requests with loads."""
+        """Whether `group` has a free row that is not reserved for a request that loads or has loaded its prefix."""
         num_loads = sum(load.group == group for load in (*self._loads.values(), *self.loaded.values()))
         return self.rows.count_free_rows(group) > num_loads
 

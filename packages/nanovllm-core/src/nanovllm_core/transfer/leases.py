@@ -21,8 +21,8 @@ FIRST_REQUEST_KEY = 1 << 62
 # A fetch holds at most MAX_HELD_BYTES, and at most MAX_HELD_SHARE of the host memory. It may always hold one entry.
 MAX_HELD_BYTES = 256 << 20
 MAX_HELD_SHARE = 1 / 8
-# Maximum bytes of the entries in one update. Only one thread hashes an update, and only one thread of the client copies
-# the update. Several threads can therefore share a large fetch only if it has several updates.
+# Maximum bytes of the entries in one update. One thread hashes an update, and one thread of the client copies the
+# update. A large fetch has several updates, so that several threads can work on it.
 MAX_UPDATE_BYTES = 16 << 20
 MAX_LEASES = 256  # further fetches find no entries
 
@@ -187,6 +187,6 @@ class LeaseTable:
 
     def _may_come(self, lease: _Lease, kind: EntryKind, block_hash: bytes) -> bool:
         request = lease.request
-        # A finished request has a row until its last blocks can be found.
+        # A finished request keeps its row until its last blocks are in the prefix cache.
         is_computing = request is not None and (request.status is not RequestStatus.FINISHED or request.row >= 0)
         return is_computing or self._tier.is_storing_or_queued(kind, block_hash)

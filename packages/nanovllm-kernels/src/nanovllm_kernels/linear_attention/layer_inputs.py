@@ -96,7 +96,7 @@ class Prefill(NamedTuple):
 
 
 class TokensAtOffset(NamedTuple):
-    """Holds the tokens that are `offset` positions after the first token of their decode: at most one per decode.
+    """Holds the tokens at one `offset`, which counts from a decode's first token of the step: at most one per decode.
 
     offset: 0 for the decode's first token of the step; negative for pending tokens, which earlier steps received.
     decodes: int64 [m], index of each token's decode.

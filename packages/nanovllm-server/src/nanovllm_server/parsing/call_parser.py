@@ -86,7 +86,7 @@ class CallReader(ABC, Generic[CallFormat]):
             self.collector.end_call(self.form.separator)
 
     def report_truncated_call(self, name: str | None, arguments: str = "") -> ReadGenerator[bool]:
-        """Reports the call and returns True if the answer has ended. If not, or if `name` is None, returns False."""
+        """If the answer has ended and `name` is not None, reports the call and returns True. Else returns False."""
         if name is None or (yield from self.source.peek()):
             return False
         self.begin_call(name)

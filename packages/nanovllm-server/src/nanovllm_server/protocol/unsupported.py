@@ -62,7 +62,7 @@ def refuse_unsupported(body: FieldReader) -> None:
 
 
 def _is_same(value: JSON, other: JSON) -> bool:
-    # In Python, 1 == True. A client that sends 1 instead of true must get an error.
+    # In Python, 0 == False and 1 == True. A client that sends 0 instead of false must get an error.
     return isinstance(value, bool) == isinstance(other, bool) and value == other
 
 

@@ -1,7 +1,7 @@
 """Reads the work of a program of `gluon_absorbed`: one part of a work list, for a block of 64 heads.
 
-`plan` is a tuple of pointers to the tensors of a `plan.work_list.WorkList`, to `seq_lens` and to `query_start_loc`. A
-tile is one query. Latents (keys) are counted in blocks of 64 tokens.
+The parameter `plan` is a tuple of pointers: the tensors of a `WorkList`, then `seq_lens` and `query_start_loc`. A tile
+is one query. A work list counts latents (keys) in blocks of 64 tokens.
 """
 
 from triton.experimental import gluon
