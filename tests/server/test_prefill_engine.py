@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from kill_ranks import find_descendants, find_files, read_processes
+from kill_ranks import find_descendants, find_leftovers, read_processes
 
 pytestmark = [pytest.mark.slow, pytest.mark.background]
 
@@ -53,7 +53,7 @@ def wait_for_event(errors: list[str], event: str, number: int) -> dict:
 
 def assert_nothing_is_left(descendants: list[int], directory: Path) -> None:
     wait_until(lambda: not [pid for pid in descendants if read_processes().get(pid, (0, "Z"))[1] != "Z"])
-    assert not find_files(str(directory))
+    assert not find_leftovers(str(directory))
 
 
 def read_outcomes(url: str) -> dict[str, float]:

@@ -34,7 +34,7 @@ def _make_framing_cases() -> list[Case]:
         "bare new lines": b"5\nhello\n0\n\n",
     }
     cases = [
-        Case(f"chunked: {name}", head("Host: x", "Transfer-Encoding: chunked") + data, closed=True)
+        Case(f"chunked: {name}", head("Host: x", "Transfer-Encoding: chunked") + data, may_close=True)
         for name, data in chunked_bodies.items()
     ]
     heads = {
