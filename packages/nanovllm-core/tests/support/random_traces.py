@@ -130,7 +130,7 @@ class Device:
         return tokens
 
     def propose(self, row: int) -> int:
-        """Propose drafts, some of which are right. Returns how many of them the scheduler may use."""
+        """Propose drafts, and make some of them correct. Returns how many drafts the scheduler may use."""
         *_, prefix_digest = accumulate(self.tokens[row], digest, initial=1)
         drafts: list[int] = []
         for _ in range(self.max_drafts):

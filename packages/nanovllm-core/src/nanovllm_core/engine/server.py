@@ -244,8 +244,8 @@ class EngineServer:
 def split_by_client(outputs: StepOutputs) -> dict[int, StepOutputs]:
     """Split a step's outputs by client number. The result has no entry for clients without outputs."""
     token_clients = [key // wire.KEYS_PER_CLIENT for key in outputs.keys]
-    # Requests without a token in the step may also have entries.
-    other_keys = (entry[0] for name in ENTRY_FIELDS for entry in getattr(outputs, name))
+    # Requests without a token in the step may also have entries, except log-probabilities of tokens.
+    other_keys = (entry[0] for name in ENTRY_FIELDS if name != "logprobs" for entry in getattr(outputs, name))
     client_numbers = set(token_clients).union(key // wire.KEYS_PER_CLIENT for key in other_keys)
     if len(client_numbers) <= 1:
         return dict.fromkeys(client_numbers, outputs)
