@@ -66,7 +66,7 @@ def write_draft_model(name: str, draft_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "setting"), PAIRS)
-async def test_drafts_change_no_token(name, setting, tmp_path, device):
+async def test_drafts_change_no_token(name, setting, tmp_path, device, always_drafts):
     write_tiny_checkpoint(name, tmp_path)
     settings, is_preempted = SETTINGS[setting], setting.startswith("preempted")
     expected = await generate(tmp_path, device, {**settings, "tensor_parallel_size": 1}, is_preempted=is_preempted)
