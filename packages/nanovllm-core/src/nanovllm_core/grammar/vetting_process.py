@@ -4,6 +4,7 @@ An inherited socket connects this process to the engine. This process must stay 
 """
 
 import contextlib
+import gc
 import math
 import os
 import resource
@@ -64,6 +65,8 @@ def main() -> None:
         setup = msgspec.msgpack.decode(setup_message[0], type=VettingSetup)
         compiler = Compiler(setup.tokens, setup.end_ids, setup.vocab_size)
         compiler.warm_up()
+        # A child's garbage collection would copy all memory pages that it shares with this process.
+        gc.freeze()
         children: dict[int, VettingChild] = {}
         try:
             _serve(engine, wakeup_read, setup, compiler, children)

@@ -12,6 +12,7 @@ from nanovllm_core.grammar.schemas.json_values import JSON, describe_value, equa
 from nanovllm_core.grammar.schemas.overlaps import OverlapIndex
 from nanovllm_core.grammar.schemas.shape_resolver import Negation, ShapeResolver
 from nanovllm_core.grammar.schemas.shapes import (
+    ANY_OBJECT,
     ANY_VALUE_SHAPES,
     FALSE_SCHEMA,
     ArrayShape,
@@ -38,7 +39,7 @@ OBJECT_KEYWORDS = (
     *("minProperties", "maxProperties"),
 )
 SHAPES_BY_TYPE: dict[str, tuple[Shape, ...]] = {
-    "object": (ObjectShape(),),
+    "object": (ANY_OBJECT,),
     "array": (ArrayShape(),),
     "string": (StringShape(),),
     "number": (NumberShape(),),
@@ -179,14 +180,13 @@ class _KeywordReader:
             (ARRAY_KEYWORDS, self.read_array_keywords),
             (OBJECT_KEYWORDS, self.read_object_keywords),
         )
-        restricted: list[Shape] = list(ANY_VALUE_SHAPES)
+        restricted: tuple[Shape, ...] = ANY_VALUE_SHAPES
         for keywords, reader in readers:
-            if not any(keyword in self.schema for keyword in keywords):
+            if self.schema.keys().isdisjoint(keywords):
                 continue
-            shape = reader()
-            restricted = [other for other in restricted if shape is None or type(other) is not type(shape)]
-            restricted += [] if shape is None else [replace(shape, places=self.places_of((*keywords, "minContains")))]
-        return shapes if restricted == list(ANY_VALUE_SHAPES) else self.intersect(shapes, restricted)
+            shape = replace(reader(), places=self.places_of((*keywords, "minContains")))
+            restricted = (*(other for other in restricted if type(other) is not type(shape)), shape)
+        return self.intersect(shapes, restricted)
 
     def apply_constants(self, shapes: tuple[Shape, ...]) -> tuple[Shape, ...]:
         for keyword in ("enum", "const"):
@@ -203,7 +203,7 @@ class _KeywordReader:
             )
         return shapes
 
-    def read_number_keywords(self) -> Shape | None:
+    def read_number_keywords(self) -> Shape:
         low, excludes_low = self.read_bound("minimum", "exclusiveMinimum", max)
         high, excludes_high = self.read_bound("maximum", "exclusiveMaximum", min)
         step = self.read_number("multipleOf")
@@ -236,7 +236,7 @@ class _KeywordReader:
     def contradiction_error(self, keyword: str) -> SchemaError:
         return self.unsupported_error(keyword, "contradicts the opposite bound: no value satisfies both")
 
-    def read_string_keywords(self) -> Shape | None:
+    def read_string_keywords(self) -> Shape:
         low, high = self.read_count_range("minLength", "maxLength")
         patterns = frozenset[str]()
         if "pattern" in self.schema:
@@ -256,7 +256,7 @@ class _KeywordReader:
             raise self.unsupported_error(keyword, problem) from error
         return text
 
-    def read_array_keywords(self) -> Shape | None:
+    def read_array_keywords(self) -> Shape:
         low, high = self.read_count_range("minItems", "maxItems")
         unique = self.schema.get("uniqueItems", False)
         if not isinstance(unique, bool):
@@ -276,7 +276,7 @@ class _KeywordReader:
             contains = frozenset({contained}) if contained.low or contained.high is not None else contains
         return ArrayShape(tuple(prefix), rest, low, high, unique, contains, has_declared_rest)
 
-    def read_object_keywords(self) -> Shape | None:
+    def read_object_keywords(self) -> Shape:
         low, high = self.read_count_range("minProperties", "maxProperties")
         properties = {
             name: self.subschema(value, "properties", name) for name, value in self.read_map("properties").items()

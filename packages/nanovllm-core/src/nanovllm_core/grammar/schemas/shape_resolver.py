@@ -9,6 +9,7 @@ from nanovllm_core.grammar.schemas import regex, search
 from nanovllm_core.grammar.schemas.document import Document, LocatedSchema, SchemaError
 from nanovllm_core.grammar.schemas.json_values import JSON, equality_key
 from nanovllm_core.grammar.schemas.shapes import (
+    ANY_OBJECT,
     ANY_VALUE_SHAPES,
     FALSE_SCHEMA,
     ArrayShape,
@@ -199,6 +200,8 @@ class ShapeResolver:
                 return None
 
     def _intersect_objects(self, first: ObjectShape, second: ObjectShape, place: str) -> ObjectShape | None:
+        if first is ANY_OBJECT:
+            return second
         low, high = max(first.low, second.low), min_of_maxima(first.high, second.high)
         if high is not None and low > high:
             return None
@@ -248,6 +251,8 @@ class ShapeResolver:
         """The schemas against which the property `name` must be valid in objects of `shape`."""
         self.count_steps()
         properties = self._properties_by_name(shape)
+        if not shape.patterns and not shape.name_schemas:
+            return properties.get(name, shape.rest or ())
         conjunctions = [properties[name]] if name in properties else []
         conjunctions += [conjunction for pattern, conjunction in shape.patterns if self.is_found(pattern, name, shape)]
         if not conjunctions:

@@ -123,8 +123,9 @@ class ObjectShape(Shape):
     high: int | None = None
 
 
+ANY_OBJECT = ObjectShape()
 ANY_VALUE_SHAPES: tuple[Shape, ...] = (
-    ObjectShape(),
+    ANY_OBJECT,
     ArrayShape(),
     StringShape(),
     NumberShape(),

@@ -106,7 +106,7 @@ Plan: TypeAlias = ConstantsPlan | NumberPlan | StringPlan | ArrayPlan | ObjectPl
 def plan_values(resolver: ShapeResolver, conjunction: Conjunction) -> tuple[Plan, ...] | None:
     """Plan the values that are valid against `conjunction`; None if all values are valid. Raises SchemaError."""
     shapes = resolver.shapes(conjunction)
-    if set(shapes) == set(ANY_VALUE_SHAPES):
+    if len(shapes) == len(ANY_VALUE_SHAPES) and set(shapes) == set(ANY_VALUE_SHAPES):
         return None
     shapes = _infer_types(shapes)
     planned: list[Plan] = []
@@ -131,6 +131,8 @@ def plan_values(resolver: ShapeResolver, conjunction: Conjunction) -> tuple[Plan
 
 def _infer_types(shapes: tuple[Shape, ...]) -> tuple[Shape, ...]:
     """If all types are allowed, keep only the types that a keyword restricts: `properties` alone implies an object."""
+    if len(shapes) < len(ANY_VALUE_SHAPES):
+        return shapes
     unrestricted_shapes = set(ANY_VALUE_SHAPES)
     if not all(
         any(type(other) is type(shape) and (other == shape or not isinstance(other, ConstantShape)) for shape in shapes)
