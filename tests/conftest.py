@@ -130,7 +130,7 @@ def device(request) -> str:
 
 @pytest.fixture(scope="session")
 def default_model() -> Path:
-    return default_model_path(progress=False)
+    return default_model_path(show_progress=False)
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ import promql_parser
 import pytest
 import yaml
 from programs import require_programs
-from proxies import DEPLOY, chat, free_port, post_chat, run_proxy
+from proxies import DEPLOY, chat, free_port, post_chat, start_proxy
 
 from nanovllm_core import EngineStats
 from nanovllm_server.observability.metrics import Metrics
@@ -25,7 +25,7 @@ ALERTS = yaml.safe_load(ALERTS_FILE.read_text())["groups"][0]["rules"]
 CASES = DEPLOY.parents[1] / "tests" / "deploy" / "support" / "alert_cases.yaml"
 # Values of Grafana's variables.
 VARIABLES = {"$model": ".*", "$instance": ".*", "$__rate_interval": "1m"}
-MAX_SCRAPES_S = 30
+MAX_SCRAPE_WAIT_S = 30
 
 
 def substitute(expression: str) -> str:
@@ -130,7 +130,7 @@ def prometheus(program, server, tmp_path_factory) -> Iterator[str]:
     }
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
     command = [program, "--config.file=prometheus.yml", "--storage.tsdb.path=data"]
-    with run_proxy([*command, f"--web.listen-address=127.0.0.1:{port}"], folder, port) as url:
+    with start_proxy([*command, f"--web.listen-address=127.0.0.1:{port}"], folder, port) as url:
         yield url
 
 
@@ -141,7 +141,7 @@ def query(url: str, path: str, **parameters: str) -> dict:
 
 
 def test_prometheus_has_data_for_every_panel_but_those_of_drafts(prometheus, server):
-    deadline = time.monotonic() + MAX_SCRAPES_S
+    deadline = time.monotonic() + MAX_SCRAPE_WAIT_S
     missing = [expression for expression in EXPRESSIONS if DRAFT_PREFIX not in expression]
     while missing:
         assert time.monotonic() < deadline, missing
@@ -158,7 +158,7 @@ def test_prometheus_has_data_for_every_panel_but_those_of_drafts(prometheus, ser
 
 
 def test_prometheus_evaluates_the_alerts_of_a_healthy_server(prometheus):
-    deadline = time.monotonic() + MAX_SCRAPES_S
+    deadline = time.monotonic() + MAX_SCRAPE_WAIT_S
     while True:
         (group,) = query(prometheus, "rules")["groups"]
         if all(rule["health"] == "ok" for rule in group["rules"]):

@@ -35,7 +35,7 @@ def with_buffer(site: str) -> str:
     )
 
 
-def wait_for_drain(url: str) -> None:
+def wait_until_draining(url: str) -> None:
     """After a server was told to stop: sends requests until the server refuses one."""
     deadline = time.monotonic() + 120
     while True:
@@ -109,9 +109,9 @@ def test_metrics_are_not_public(proxy):
         assert json.load(response) == {"status": "ok"}
 
 
-@pytest.mark.parametrize("run_proxy", [run_nginx, run_caddy])
-def test_stopped_server_is_a_503_of_the_proxy(run_proxy, tmp_path):
-    with run_proxy(tmp_path, [f"http://127.0.0.1:{free_port()}"]) as url, post_chat(url, chat()) as response:
+@pytest.mark.parametrize("start_proxy", [run_nginx, run_caddy])
+def test_stopped_server_is_a_503_of_the_proxy(start_proxy, tmp_path):
+    with start_proxy(tmp_path, [f"http://127.0.0.1:{free_port()}"]) as url, post_chat(url, chat()) as response:
         assert response.status == 503
         assert json.loads(response.read())["error"]["message"] == IS_STOPPED
 
@@ -128,7 +128,7 @@ def test_restart_behind_nginx_loses_no_request(installed, server, tmp_path):
         streams = [one, other]
         answers = [next(stream) for stream in streams]
         leaving.process.terminate()
-        wait_for_drain(leaving.url)
+        wait_until_draining(leaving.url)
         for _ in range(4):
             with post_chat(url, chat(max_tokens=1)) as response:
                 assert response.status == 200

@@ -71,7 +71,7 @@ def find_differences(client: Client, plain: list[Outcome], drafted: list[Outcome
 def _difference(client: Client, seed: int, plain: Outcome, drafted: Outcome) -> Difference:
     both = zip(plain.token_ids, drafted.token_ids, strict=False)
     position = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], both))
-    plain_token, drafted_token = (
+    token_without_drafts, token_with_drafts = (
         outcome.token_ids[position] if position < len(outcome.token_ids) else None for outcome in (plain, drafted)
     )
     return Difference(
@@ -80,21 +80,25 @@ def _difference(client: Client, seed: int, plain: Outcome, drafted: Outcome) -> 
         seed,
         (plain.verdict, drafted.verdict),
         position,
-        (plain_token, drafted_token),
-        _margin(client, seed, plain, position, drafted_token),
+        (token_without_drafts, token_with_drafts),
+        _margin(client, seed, plain, position, token_with_drafts),
     )
 
 
-def _margin(client: Client, seed: int, plain: Outcome, position: int, drafted_token: int | None) -> float | None:
-    if position >= len(plain.token_ids) or drafted_token is None:
+def _margin(client: Client, seed: int, plain: Outcome, position: int, token_with_drafts: int | None) -> float | None:
+    if position >= len(plain.token_ids) or token_with_drafts is None:
         return None
     # The answer may differ again, because the question is now alone in its steps.
     again = client.ask(plain.question, seed)
     if again.token_ids[: position + 1] != plain.token_ids[: position + 1]:
         return None
     top = client.likeliest_tokens(plain.question, seed)[position]
-    plain_token = plain.token_ids[position]
-    return top[plain_token] - top[drafted_token] if {plain_token, drafted_token} <= top.keys() else None
+    token_without_drafts = plain.token_ids[position]
+    return (
+        top[token_without_drafts] - top[token_with_drafts]
+        if {token_without_drafts, token_with_drafts} <= top.keys()
+        else None
+    )
 
 
 def summary(outcomes: list[Outcome]) -> str:

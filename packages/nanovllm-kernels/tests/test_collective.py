@@ -3,7 +3,7 @@
 import multiprocessing
 
 import pytest
-from collective_checks import check_on_cpu, fail_on_last_rank, wait_on_all_ranks
+from collective_checks import check_on_cpu, fail_on_last_rank, sleep_on_all_ranks
 from torch.multiprocessing.spawn import ProcessRaisedException
 
 from nanovllm_kernels.benchmarks.ranks import run_ranks
@@ -33,8 +33,8 @@ def test_rank_that_fails_ends_all_ranks():
 
 
 def test_ranks_that_hang_are_killed():
-    with pytest.raises(TimeoutError, match="wait_on_all_ranks did not end within 1 s"):
-        run_ranks(wait_on_all_ranks, 2, "cpu", timeout_s=1)
+    with pytest.raises(TimeoutError, match="sleep_on_all_ranks did not end within 1 s"):
+        run_ranks(sleep_on_all_ranks, 2, "cpu", timeout_s=1)
     assert not multiprocessing.active_children()
 
 

@@ -173,4 +173,4 @@ def default_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of the default model, converted once for all tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NANOVLLM_CACHE", str(tmp_path_factory.mktemp("cache")))
-        return nanovllm_models.default_model_path(progress=False)
+        return nanovllm_models.default_model_path(show_progress=False)

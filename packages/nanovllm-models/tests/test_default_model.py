@@ -29,7 +29,7 @@ class FakeConversion:
         self.calls = 0
         self.fails = False
 
-    def __call__(self, file: Path, directory: Path, *, progress: bool | None) -> None:
+    def __call__(self, file: Path, directory: Path, *, show_progress: bool | None) -> None:
         self.calls += 1
         (directory / "config.json").write_text("{}")
         time.sleep(0.05)

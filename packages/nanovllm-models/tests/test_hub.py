@@ -78,15 +78,15 @@ def directory_of(result: str) -> Path:
 def test_a_download_fetches_weights_json_tokenizer_and_template_but_no_code_and_no_copies(hub: LoopbackHub):
     directory = directory_of(run_find_model(hub, "org/model"))
     assert {file.name: file.read_bytes() for file in directory.iterdir()} == WANTED
-    assert set(hub.downloads) == set(WANTED)
+    assert set(hub.requested_files) == set(WANTED)
 
 
 def test_a_model_is_downloaded_once_and_then_found_without_a_network(hub: LoopbackHub):
     directory = run_find_model(hub, "org/model")
-    hub.downloads.clear()
+    hub.requested_files.clear()
     assert run_find_model(hub, "org/model") == directory
     assert run_find_model(hub, "org/model", HF_HUB_OFFLINE="1") == directory
-    assert hub.downloads == []
+    assert hub.requested_files == []
 
 
 def test_a_terminal_shows_a_progress_bar_instead_of_a_log_line(hub: LoopbackHub):
@@ -170,7 +170,7 @@ def test_offline_mode_downloads_nothing_and_says_how_to_allow_it(hub: LoopbackHu
     assert "HF_HUB_OFFLINE forbids downloads: unset HF_HUB_OFFLINE" in run_find_model(
         hub, "org/model", HF_HUB_OFFLINE="1"
     )
-    assert hub.downloads == []
+    assert hub.requested_files == []
 
 
 def test_without_weights_no_safetensors_file_is_downloaded(hub: LoopbackHub):

@@ -43,7 +43,7 @@ def memory(name):
 
 # Float16 weights have no packed copy on a CPU.
 build = BuildContext(torch.device("cpu"), torch.float16, ParallelContext())
-spec = nanovllm_models.load(sys.argv[1], progress=False)
+spec = nanovllm_models.load(sys.argv[1], show_progress=False)
 before = memory("VmRSS")
 model = spec.build(build)
 print(memory("VmHWM") - before, memory("VmRSS") - before)

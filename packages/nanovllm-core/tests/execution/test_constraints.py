@@ -2,7 +2,7 @@
 
 import numpy as np
 import torch
-from constrained_steps import VOCAB, CountingGrammar, FinishedStep, allowed_tokens, make_new_row, make_plan
+from constrained_steps import VOCAB, CountingGrammar, ScriptedStepHandle, allowed_tokens, make_new_row, make_plan
 
 from nanovllm_core import ReasoningBudget
 from nanovllm_core.execution import constraints as constraints_module
@@ -30,7 +30,7 @@ def test_step_waits_only_if_a_mask_depends_on_the_previous_step():
     )
     steps = []
     for tokens in ([1, 5, 1], [1, 7, 1]):
-        step = FinishedStep(tokens)
+        step = ScriptedStepHandle(tokens)
         constraints.end_step(step)
         steps.append(step)
         must_wait = constraints.begin_step(make_plan(rows))
@@ -41,7 +41,7 @@ def test_step_waits_only_if_a_mask_depends_on_the_previous_step():
     assert [step.num_waits for step in steps] == [1, 1]
     assert which.tolist() == [1]
     assert allowed_tokens(bits) == [[68]]
-    step = FinishedStep([1, 68, 1])
+    step = ScriptedStepHandle([1, 68, 1])
     constraints.end_step(step)
     # The host does not know yet whether the end sequence is complete.
     assert constraints.begin_step(make_plan(rows))
@@ -59,7 +59,7 @@ def test_allowed_ids_need_a_mask_but_no_wait():
         which, bits = constraints.fill_masks(np.arange(2))
         assert which.tolist() == [1]
         assert allowed_tokens(bits) == [[0, 31, 32, 69]]
-        step = FinishedStep([1, 31])
+        step = ScriptedStepHandle([1, 31])
         constraints.end_step(step)
         steps.append(step)
         assert constraints.begin_step(make_plan([0, 2]))
@@ -67,7 +67,7 @@ def test_allowed_ids_need_a_mask_but_no_wait():
     # Finished steps are forgotten, although no step waits for them.
     for step in steps:
         step.is_finished = True
-    constraints.end_step(FinishedStep([1, 31]))
+    constraints.end_step(ScriptedStepHandle([1, 31]))
     assert len(constraints._steps_in_flight) == 1
 
 
@@ -80,7 +80,7 @@ def test_skipped_and_reassigned_rows_are_not_advanced():
     assert constraints.begin_step(make_plan([1, 0]))
     which, bits = constraints.fill_masks(np.arange(2))
     assert (which.tolist(), allowed_tokens(bits)) == ([1], [[9]])
-    step = FinishedStep([4, 9])
+    step = ScriptedStepHandle([4, 9])
     constraints.end_step(step)
     step.is_finished = True
     # The request of row 0 has ended meanwhile, and a new request has the row.
@@ -105,13 +105,13 @@ def test_grammars_advance_in_one_call_and_a_failing_grammar_fails_only_its_row()
         assert allowed_tokens(bits[which >= 0]) == [[step]] * len(masked_rows)
         # Steps after the failure match each row in a separate call.
         assert calls == [3] * min(2 * step + 1, 6)
-        constraints.end_step(FinishedStep([7, 7, 7, 7]))
+        constraints.end_step(ScriptedStepHandle([7, 7, 7, 7]))
         assert constraints.begin_step(make_plan(rows))
     assert constraints.failures == []
     constraints.fill_masks(np.arange(4))
     assert constraints.failures == [GrammarFailure(2, 0, "the grammar can't be followed further: too deep")]
     # Rows 0 and 3, whose grammars remain, sample the end token.
-    constraints.end_step(FinishedStep([5, 7, 7, 5]))
+    constraints.end_step(ScriptedStepHandle([5, 7, 7, 5]))
     assert constraints.begin_step(make_plan(rows))
     assert constraints.fill_masks(np.arange(4)) is None
     assert not constraints._is_constrained[0]
@@ -130,5 +130,5 @@ def test_slow_call_makes_the_next_steps_match_and_time_each_row_separately(monke
             assert all(constraint.match_s > 0 for constraint in constraints._constraint_by_row.values())
             # From now on, no call counts as slow.
             monkeypatch.setattr(constraints_module, "_MAX_BATCH_CALL_S", 10.0)
-        constraints.end_step(FinishedStep([7, 7]))
+        constraints.end_step(ScriptedStepHandle([7, 7]))
         constraints.begin_step(make_plan(rows))

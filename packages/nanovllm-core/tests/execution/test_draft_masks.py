@@ -10,8 +10,8 @@ from constrained_steps import (
     VOCAB,
     CountingGrammar,
     CountingMatcher,
-    FinishedStep,
-    PlainRow,
+    RowWithoutDrafts,
+    ScriptedStepHandle,
     allowed_tokens,
     make_new_row,
     make_plan,
@@ -36,8 +36,10 @@ def fill_entries(constraints: Constraints, plan: StepPlan) -> tuple[int, dict[in
     masks = constraints.fill_masks(np.cumsum(num_entries) - num_entries) if num_masks else None
     if masks is None:
         return num_masks, {}
-    is_used = masks.rows >= 0
-    return num_masks, dict(zip(masks.rows[is_used].tolist(), allowed_tokens(masks.bits[is_used]), strict=True))
+    is_used = masks.sample_indices >= 0
+    return num_masks, dict(
+        zip(masks.sample_indices[is_used].tolist(), allowed_tokens(masks.bits[is_used]), strict=True)
+    )
 
 
 def start(
@@ -46,7 +48,7 @@ def start(
     """Constraints after a first step that gave each row one of `token_ids`, and proposed `draft_ids`."""
     constraints = Constraints(len(new_rows), VOCAB, CPU, num_entries)
     fill_entries(constraints, make_plan(range(len(new_rows)), new_rows))
-    constraints.end_step(FinishedStep(token_ids, None, draft_ids))
+    constraints.end_step(ScriptedStepHandle(token_ids, None, draft_ids))
     return constraints
 
 
@@ -54,7 +56,7 @@ def test_entries_after_a_forbidden_draft_have_no_mask():
     # `CountingGrammar` allows token 1, then 2, then 3.
     constraints = start([make_new_row(0, CountingGrammar())], [0], [[1, 9, 3]])
     assert fill_entries(constraints, make_plan([0], num_drafts=[3])) == (4, {0: [1], 1: [2]})
-    constraints.end_step(FinishedStep([1, 2], [2], [[3, 4, 0]]))
+    constraints.end_step(ScriptedStepHandle([1, 2], [2], [[3, 4, 0]]))
     assert fill_entries(constraints, make_plan([0], num_drafts=[2])) == (3, {0: [3], 1: [4], 2: [5]})
 
 
@@ -95,10 +97,10 @@ def test_end_token_among_the_drafts_ends_the_grammar_but_not_the_allowed_ids():
         {0: [4], 1: [END], 5: [4], 6: [END], 7: with_end, 8: with_end, 9: with_end},
     )
     # Each row gets only token 4 from the step.
-    constraints.end_step(FinishedStep([4, 4], [1, 1], [[END, 0, 0, 0]] * 2))
+    constraints.end_step(ScriptedStepHandle([4, 4], [1, 1], [[END, 0, 0, 0]] * 2))
     assert fill_entries(constraints, make_plan([0, 1])) == (2, {0: [END], 1: [END]})
     # Each row samples the end token.
-    constraints.end_step(FinishedStep([END, END], None, [[0, 0, 0, 0]] * 2))
+    constraints.end_step(ScriptedStepHandle([END, END], None, [[0, 0, 0, 0]] * 2))
     assert fill_entries(constraints, make_plan([0, 1])) == (2, {1: with_end})
 
 
@@ -107,9 +109,9 @@ def test_budget_is_forced_after_drafts():
     constraints = start([row], [1], [[1, 7, 8, 9]])
     # The drafts close the reasoning before the budget is exhausted.
     assert fill_entries(constraints, make_plan([0], num_drafts=[4])) == (5, {2: [8]})
-    constraints.end_step(FinishedStep([1, 2], [2], [[7, 9, 9, 9]]))
+    constraints.end_step(ScriptedStepHandle([1, 2], [2], [[7, 9, 9, 9]]))
     assert fill_entries(constraints, make_plan([0], num_drafts=[2])) == (3, {0: [7], 1: [8]})
-    constraints.end_step(FinishedStep([7, 8], [2], [[9, 9, 9, 9]]))
+    constraints.end_step(ScriptedStepHandle([7, 8], [2], [[9, 9, 9, 9]]))
     assert fill_entries(constraints, make_plan([0], num_drafts=[2])) == (3, {})
     assert constraints.begin_step(make_plan([0])) == 0
 
@@ -121,7 +123,7 @@ def test_budget_that_can_not_be_forced_after_drafts_is_dropped_only_if_the_draft
     constraints = start([row], [0], [[1, 2, 3]])
     assert fill_entries(constraints, make_plan([0], num_drafts=[3])) == (4, {0: [1], 1: [2], 2: [3], 3: [4]})
     assert constraints._constraint_by_row[0].budget is not None
-    constraints.end_step(FinishedStep([1, 2, 3][:num_accepted], [num_accepted], [[3] * 3]))
+    constraints.end_step(ScriptedStepHandle([1, 2, 3][:num_accepted], [num_accepted], [[3] * 3]))
     fill_entries(constraints, make_plan([0]))
     assert (constraints._constraint_by_row[0].budget is None) == (num_accepted == 3)
 
@@ -131,14 +133,14 @@ def test_number_of_masks_assumes_accepted_drafts_until_the_result_is_known():
     constraints = start([row], [1], [[1] * 5])
     assert constraints.begin_step(make_plan([0], num_drafts=[4])) == 0
     # The step before may have accepted all drafts.
-    step = FinishedStep([2], [1], [[1] * 5])
+    step = ScriptedStepHandle([2], [1], [[1] * 5])
     constraints.end_step(step)
     assert constraints.begin_step(make_plan([0], num_drafts=[1])) == 2
     assert constraints.fill_masks(np.zeros(1, np.int64)) is None
     assert step.num_waits == 1
-    constraints.end_step(FinishedStep([2], None, [[1] * 5]))
+    constraints.end_step(ScriptedStepHandle([2], None, [[1] * 5]))
     constraints._steps_in_flight[0].handle.is_finished = True
-    constraints.end_step(FinishedStep([2]))
+    constraints.end_step(ScriptedStepHandle([2]))
     assert constraints._constraint_by_row[0].num_launched_outputs == 3
 
 
@@ -160,10 +162,10 @@ def test_grammar_that_fails_after_drafts_fails_only_a_request_that_accepts_them(
     # After the failure, no call matches all rows at once.
     assert calls == []
     accepted = [1] if num_rows == 2 else []
-    constraints.end_step(FinishedStep([1, 2, *accepted], [2, *accepted], [[3, 4, 5, 6]] * num_rows))
+    constraints.end_step(ScriptedStepHandle([1, 2, *accepted], [2, *accepted], [[3, 4, 5, 6]] * num_rows))
     assert fill_entries(constraints, make_plan(range(num_rows)))[1] == dict([(0, [3]), (1, [2])][:num_rows])
     assert constraints.failures == []
-    constraints.end_step(FinishedStep([3, 2][:num_rows], None, [[4, 5, 6, 7]] * num_rows))
+    constraints.end_step(ScriptedStepHandle([3, 2][:num_rows], None, [[4, 5, 6, 7]] * num_rows))
     fill_entries(constraints, make_plan(range(num_rows), num_drafts=[2] * num_rows))
     assert constraints.failures == [GrammarFailure(0, 0, reason)]
 
@@ -175,7 +177,7 @@ def test_failure_after_accepted_drafts_lasts():
     (failure,) = constraints.failures
     assert failure.num_drafts == 1
     # Token 60 was sampled without a mask. After it, the grammar allows token 4.
-    constraints.end_step(FinishedStep([2, 60], [2], [[4, 4, 4]]))
+    constraints.end_step(ScriptedStepHandle([2, 60], [2], [[4, 4, 4]]))
     fill_entries(constraints, make_plan([0], num_drafts=[3]))
     assert constraints.failures == [GrammarFailure(0, 0, failure.reason)]
 
@@ -183,7 +185,7 @@ def test_failure_after_accepted_drafts_lasts():
 def test_grammar_that_is_too_slow_for_drafts_fails_after_the_drafts(monkeypatch):
     constraints = start([make_new_row(0, CountingGrammar())], [0], [[1, 2, 3]])
     fill_entries(constraints, make_plan([0]))
-    constraints.end_step(FinishedStep([1], None, [[2, 3, 4]]))
+    constraints.end_step(ScriptedStepHandle([1], None, [[2, 3, 4]]))
     fill_mask = CountingMatcher.fill_mask
 
     def fill_slowly(matcher: CountingMatcher, masks: np.ndarray, index: int) -> None:
@@ -219,19 +221,19 @@ def test_string_that_repeats_itself_ends_after_drafts(num_accepted):
     )
     output = [*b'["', *b"a" * (json_termination.MIN_REPEATED_TOKENS - 2)]
     target = [*b'aa", "', *b"b" * 10]
-    plain, masks, later_masks = PlainRow({"grammar": grammar, "output_ids": output}, len(tokens)), [], []
+    plain, masks, later_masks = RowWithoutDrafts({"grammar": grammar, "output_ids": output}, len(tokens)), [], []
     for position, token in enumerate(target):
         (masks if position < 5 else later_masks).append(plain.next_mask()[0])
         plain.append(token)
     constraints = Constraints(1, len(tokens), CPU, 5)
     constraints.begin_step(make_plan([0], [make_new_row(0, grammar, output[:-1])]))
     constraints.fill_masks(np.zeros(1, np.int64))
-    constraints.end_step(FinishedStep(output[-1:], None, [target[:4]]))
+    constraints.end_step(ScriptedStepHandle(output[-1:], None, [target[:4]]))
     constraints.begin_step(make_plan([0], num_drafts=[4]))
     _, bits = constraints.fill_masks(np.zeros(1, np.int64))
     assert [mask.numpy().tobytes() for mask in bits] == masks
     assert np.flatnonzero(unpack(masks[2], len(tokens))).tolist() == [ord('"')]
-    constraints.end_step(FinishedStep(target[:num_accepted], [num_accepted], [target[num_accepted:][:4]]))
+    constraints.end_step(ScriptedStepHandle(target[:num_accepted], [num_accepted], [target[num_accepted:][:4]]))
     constraints.begin_step(make_plan([0], num_drafts=[4]))
     _, bits = constraints.fill_masks(np.zeros(1, np.int64))
     assert [mask.numpy().tobytes() for mask in bits] == [*masks, *later_masks][num_accepted:][:5]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import toy_model
-from constrained_steps import FinishedStep, PlainRow, make_new_row, make_plan, unpack
+from constrained_steps import RowWithoutDrafts, ScriptedStepHandle, make_new_row, make_plan, unpack
 from grammars import EBNF, JSON, REGEX, TAG, toy_compiler
 
 from nanovllm_core import GrammarSpec, ReasoningBudget
@@ -52,7 +52,7 @@ class Target:
     draft_ids: list[int] | None = None
 
     def sample(self, rng: random.Random, length: int) -> None:
-        row = PlainRow(self.options, toy_model.VOCAB)
+        row = RowWithoutDrafts(self.options, toy_model.VOCAB)
         while len(self.tokens) < length:
             mask, self.failure = row.next_mask()
             if self.failure is not None:
@@ -68,7 +68,7 @@ class Target:
 
     def masks_along(self, tokens: list[int]) -> tuple[list[bytes | None], str | None]:
         """Returns (masks after the known tokens and the first 0, 1, ... of `tokens`; why the next mask failed)."""
-        row, masks = PlainRow(self.options, toy_model.VOCAB), []
+        row, masks = RowWithoutDrafts(self.options, toy_model.VOCAB), []
         for token in [*self.tokens[: self.num_known], *tokens, 0]:
             mask, failure = row.next_mask()
             if failure is not None:
@@ -137,8 +137,10 @@ def run_trace(rng: random.Random, grammars: dict[GrammarSpec, Grammar], counts: 
         new_rows = []
         first_entries = np.cumsum([0, *(1 + n for n in num_drafts)])[: len(rows)].astype(np.int64)
         masks = constraints.fill_masks(first_entries) if constraints.begin_step(plan) else None
-        mask_by_entry = {} if masks is None else dict(zip(masks.rows.tolist(), masks.bits.numpy(), strict=True))
-        assert len(mask_by_entry.keys() - {-1}) == (0 if masks is None else int((masks.rows >= 0).sum()))
+        mask_by_entry = (
+            {} if masks is None else dict(zip(masks.sample_indices.tolist(), masks.bits.numpy(), strict=True))
+        )
+        assert len(mask_by_entry.keys() - {-1}) == (0 if masks is None else int((masks.sample_indices >= 0).sum()))
         failures = {failure.request_index: (failure.num_drafts, failure.reason) for failure in constraints.failures}
         token_ids, num_tokens, draft_ids = [], [], []
         for index, (row, n, first) in enumerate(zip(rows, num_drafts, first_entries.tolist(), strict=True)):
@@ -161,7 +163,7 @@ def run_trace(rng: random.Random, grammars: dict[GrammarSpec, Grammar], counts: 
                 counts["failed"] += target.failure is not None
             target.draft_ids = draw_drafts(rng, target)
             draft_ids.append(target.draft_ids)
-        step = FinishedStep(
+        step = ScriptedStepHandle(
             token_ids, num_tokens if max(num_tokens) > 1 else None, np.reshape(draft_ids, (-1, MAX_DRAFTS))
         )
         step.is_finished = rng.random() < 0.3

@@ -19,7 +19,7 @@ VOCAB = 70
 END = 5
 
 
-class FinishedStep:
+class ScriptedStepHandle:
     """The handle of a step that is unfinished until `Constraints` waits for it or the test sets `is_finished`.
 
     Arguments: see `StepHandle.token_ids` and `DraftResults`.
@@ -119,7 +119,7 @@ def allowed_tokens(masks: torch.Tensor) -> list[list[int]]:
     return [np.flatnonzero(row[:VOCAB]).tolist() for row in bits]
 
 
-class PlainRow:
+class RowWithoutDrafts:
     """A row that never has drafts. options: arguments of `make_new_row`."""
 
     def __init__(self, options: dict[str, object], vocab_size: int):
@@ -135,11 +135,11 @@ class PlainRow:
         return None if masks is None else masks.bits[0].numpy().tobytes(), failures[0].reason if failures else None
 
     def append(self, token: int) -> None:
-        self._constraints.end_step(FinishedStep([token]))
+        self._constraints.end_step(ScriptedStepHandle([token]))
 
 
 def unpack(mask: bytes | None, vocab_size: int) -> NDArray[np.bool_]:
-    """Whether a mask of `PlainRow.next_mask` allows each token, bool [vocab_size]."""
+    """Whether a mask of `RowWithoutDrafts.next_mask` allows each token, bool [vocab_size]."""
     if mask is None:
         return np.ones(vocab_size, np.bool_)
     return np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")[:vocab_size].astype(np.bool_)

@@ -57,19 +57,24 @@ def test_normed_groups_match_norm(device, num_rows, width):
     assert (found - round_inputs(normed)).norm() < 1e-2 * normed.norm()
 
 
-def check(num_rows, num_columns, width, dtype, device, *, norm, bias, residual, gated, block_rows=128, stream=None):
-    """Compare with the reference. num_columns: of the result. stream: dtype of `x` and the residual (None: `dtype`)."""
+def check(
+    num_rows, num_columns, width, dtype, device, *, norm, bias, residual, gated, block_rows=128, residual_dtype=None
+):
+    """Compare with the reference.
+
+    num_columns: of the result. residual_dtype: dtype of `x` and the residual; None: `dtype`.
+    """
 
     def draw(*shape, dtype=dtype):
         return torch.randn(shape, device=device).to(dtype)
 
     rows = num_columns * (2 if gated else 1)
     x, weight = (
-        draw(num_rows, width + 16, dtype=stream or dtype)[:, :width],
+        draw(num_rows, width + 16, dtype=residual_dtype or dtype)[:, :width],
         make_weight(rows, width, device, block_rows),
     )
     norm_weight, bias_vector = draw(width), draw(rows)
-    added = draw(num_rows, num_columns, dtype=stream or dtype)
+    added = draw(num_rows, num_columns, dtype=residual_dtype or dtype)
     numbers = round_inputs(functional.rms_norm(x.float(), (width,), norm_weight.float(), 1e-5) if norm else x)
     expected = numbers @ block_fp8.dequantize(weight).double().T
     if bias:
@@ -108,7 +113,7 @@ def test_norm_gate_bias_and_residual_match_reference(device, num_rows, dtype):
 def test_float32_stream_matches_reference(device):
     for norm, residual in ((True, False), (False, True)):
         settings = {"norm": norm, "bias": False, "residual": residual, "gated": norm}
-        check(3, 64, 256, torch.bfloat16, device, **settings, stream=torch.float32)
+        check(3, 64, 256, torch.bfloat16, device, **settings, residual_dtype=torch.float32)
 
 
 @pytest.mark.parametrize(("num_columns", "width"), [(1, 8), (37, 100), (200, 130), (72, 513)])

@@ -13,16 +13,21 @@ TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 OPS = torch.ops.nanovllm
 
 
-def check(num_rows, num_columns, width, dtype, device, *, norm, bias, residual, gated, float32_out=False, stream=None):
-    """Compare with the reference. num_columns: of the result. stream: dtype of `x` and the residual (None: `dtype`)."""
+def check(
+    num_rows, num_columns, width, dtype, device, *, norm, bias, residual, gated, float32_out=False, residual_dtype=None
+):
+    """Compare with the reference.
+
+    num_columns: of the result. residual_dtype: dtype of `x` and the residual; None: `dtype`.
+    """
 
     def draw(*shape, dtype=dtype):
         return torch.randn(shape, device=device).to(dtype)
 
     rows = num_columns * (2 if gated else 1)
-    x, weight = draw(num_rows, width + 16, dtype=stream or dtype)[:, :width], draw(rows, width) * 0.1
+    x, weight = draw(num_rows, width + 16, dtype=residual_dtype or dtype)[:, :width], draw(rows, width) * 0.1
     norm_weight, bias_vector = draw(width), draw(rows)
-    added = draw(num_rows, num_columns, dtype=stream or dtype)
+    added = draw(num_rows, num_columns, dtype=residual_dtype or dtype)
     expected = x.double()
     if norm:
         expected = expected * torch.rsqrt(expected.square().mean(-1, keepdim=True) + 1e-5) * norm_weight.double()
@@ -63,7 +68,7 @@ def test_small_products_match_float64(device, dtype, num_rows):
 def test_float32_stream_matches_float64(device, num_rows):
     for norm, gated, residual in itertools.product((False, True), repeat=3):
         settings = {"norm": norm, "bias": False, "residual": residual, "gated": gated}
-        check(num_rows, 37, 576, torch.float16, device, **settings, stream=torch.float32)
+        check(num_rows, 37, 576, torch.float16, device, **settings, residual_dtype=torch.float32)
 
 
 @pytest.mark.parametrize(("num_columns", "width"), [(1, 8), (5, 100), (37, 99), (30, 1500), (50, 2500)])
@@ -112,12 +117,12 @@ def test_logits_of_split_float32_table_are_float32_exact(device, num_rows):
     torch.testing.assert_close(found.double(), expected, rtol=2**-23, atol=0)
 
 
-def check_split(num_rows, num_columns, width, dtype, device, *, bias, residual, stream=None):
+def check_split(num_rows, num_columns, width, dtype, device, *, bias, residual, residual_dtype=None):
     def draw(*shape, dtype=dtype):
         return torch.randn(shape, device=device).to(dtype)
 
     x, weight = draw(num_rows, width + 16)[:, :width], draw(num_columns, width) * 0.1
-    bias_vector, added = draw(num_columns), draw(num_rows, num_columns, dtype=stream or dtype)
+    bias_vector, added = draw(num_columns), draw(num_rows, num_columns, dtype=residual_dtype or dtype)
     counters = torch.zeros(tiles.num_split_counters(num_columns), dtype=torch.int32, device=device)
     expected = x.double() @ weight.double().T
     if bias:
@@ -138,7 +143,7 @@ def check_split(num_rows, num_columns, width, dtype, device, *, bias, residual, 
 def test_small_split_products_match_float64(device, num_rows, extras):
     assert tiles.is_split_faster(64, 2048)
     check_split(num_rows, 64, 2048, torch.float16, device, bias=extras, residual=extras)
-    check_split(num_rows, 64, 2048, torch.float16, device, bias=False, residual=extras, stream=torch.float32)
+    check_split(num_rows, 64, 2048, torch.float16, device, bias=False, residual=extras, residual_dtype=torch.float32)
 
 
 @pytest.mark.gpu

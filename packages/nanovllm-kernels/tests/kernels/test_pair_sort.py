@@ -8,7 +8,7 @@ from nanovllm_kernels import fp8
 from nanovllm_kernels.moe import policy
 
 
-def check_sorted(ids: Tensor, num_experts: int, block_m: int, first_id: int | None = None) -> None:
+def check_pair_sort(ids: Tensor, num_experts: int, block_m: int, first_id: int | None = None) -> None:
     """first_id: sort only the pairs of the `num_experts` experts from this id on. None: the pairs of all experts."""
     from nanovllm_kernels.moe import triton_sort
 
@@ -32,7 +32,7 @@ def check_sorted(ids: Tensor, num_experts: int, block_m: int, first_id: int | No
 def test_pairs_are_sorted_and_tiled(num_tokens, num_experts, block_m, device):
     """The pairs form one, few or many parts. Every token chooses the last expert."""
     ids = torch.rand((num_tokens, num_experts - 1), device=device).argsort(1)[:, :2].int()
-    check_sorted(torch.cat((ids, torch.full_like(ids[:, :1], num_experts - 1)), 1), num_experts, block_m)
+    check_pair_sort(torch.cat((ids, torch.full_like(ids[:, :1], num_experts - 1)), 1), num_experts, block_m)
 
 
 @pytest.mark.usefixtures("small_parts")
@@ -41,7 +41,7 @@ def test_pairs_are_sorted_and_tiled(num_tokens, num_experts, block_m, device):
 def test_only_pairs_of_own_experts_are_sorted(num_tokens, first_id, num_experts, device):
     """Tokens choose 3 of 17 experts. In the last case, a rank has experts from id 17 on, and so no pairs."""
     ids = torch.rand((num_tokens, 17), device=device).argsort(1)[:, :3].int().contiguous()
-    check_sorted(ids, num_experts, 4, first_id)
+    check_pair_sort(ids, num_experts, 4, first_id)
 
 
 @pytest.mark.gpu
@@ -50,8 +50,8 @@ def test_only_pairs_of_own_experts_are_sorted(num_tokens, first_id, num_experts,
 def test_many_pairs_are_sorted_and_tiled(num_tokens, num_experts, top_k):
     ids = torch.rand((num_tokens, num_experts), device="cuda").topk(top_k, 1).indices.int()
     for block_m in (16, policy.GLUON_TILE_ROWS):
-        check_sorted(ids, num_experts, block_m)
-        check_sorted(ids, num_experts // 4, block_m, num_experts // 2)
+        check_pair_sort(ids, num_experts, block_m)
+        check_pair_sort(ids, num_experts // 4, block_m, num_experts // 2)
 
 
 @pytest.mark.parametrize("first_id", [None, 0, 4, 12])

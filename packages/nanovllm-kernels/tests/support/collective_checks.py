@@ -258,7 +258,7 @@ def fail_on_last_rank(device: torch.device) -> None:
     time.sleep(1000)
 
 
-def wait_on_all_ranks(device: torch.device) -> None:
+def sleep_on_all_ranks(device: torch.device) -> None:
     time.sleep(1000)
 
 

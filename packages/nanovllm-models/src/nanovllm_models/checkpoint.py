@@ -21,11 +21,11 @@ SINGLE_FILE_NAME = "model.safetensors"
 class CheckpointWeights:
     """Weights in safetensors files.
 
-    progress: whether to show a progress bar on stderr; None: show it if stderr is a terminal.
+    show_progress: whether to show a progress bar on stderr; None: show it if stderr is a terminal.
     """
 
     files: tuple[Path, ...]
-    progress: bool | None = None
+    show_progress: bool | None = None
 
     def load_into(self, module: nn.Module, can_skip: Callable[[str], bool]) -> None:
         """Load every weight of `module`.
@@ -47,7 +47,9 @@ class CheckpointWeights:
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield each tensor's name and the tensor, a view of the mapped file. Raises ModelError."""
         bar = tqdm(
-            desc="Loading weights", unit=" tensors", disable=None if self.progress is None else not self.progress
+            desc="Loading weights",
+            unit=" tensors",
+            disable=None if self.show_progress is None else not self.show_progress,
         )
         with bar:
             for file in self.files:
@@ -87,10 +89,10 @@ class RandomWeights:
 WeightSource = CheckpointWeights | RandomWeights
 
 
-def find_checkpoint(path: Path, progress: bool | None = None) -> CheckpointWeights:
+def find_checkpoint(path: Path, show_progress: bool | None = None) -> CheckpointWeights:
     """Find the safetensors files of a model directory. Raises ModelError if there is no file, or if a shard is missing.
 
-    progress: whether to show a progress bar on stderr; None: show it if stderr is a terminal.
+    show_progress: whether to show a progress bar on stderr; None: show it if stderr is a terminal.
     """
     if (path / INDEX_NAME).exists():
         shard_names = sorted(set(read_fields(path / INDEX_NAME).string_mapping("weight_map").values()))
@@ -98,9 +100,9 @@ def find_checkpoint(path: Path, progress: bool | None = None) -> CheckpointWeigh
         if missing:
             summary = f"{len(missing)} of {len(shard_names)} files are missing"
             raise ModelError(f"{path / INDEX_NAME} names {missing[0]}, which does not exist ({summary})")
-        return CheckpointWeights(tuple(path / shard for shard in shard_names), progress)
+        return CheckpointWeights(tuple(path / shard for shard in shard_names), show_progress)
     if (path / SINGLE_FILE_NAME).is_file():
-        return CheckpointWeights((path / SINGLE_FILE_NAME,), progress)
+        return CheckpointWeights((path / SINGLE_FILE_NAME,), show_progress)
     raise ModelError(
         f"{path} has no {SINGLE_FILE_NAME} and no {INDEX_NAME}: only safetensors checkpoints are supported"
     )

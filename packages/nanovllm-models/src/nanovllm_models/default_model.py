@@ -45,13 +45,13 @@ def is_default_model(directory: Path) -> bool:
     return manifest.is_file() and SOURCE_SHA256.encode() in manifest.read_bytes()
 
 
-def default_model_path(progress: bool | None = None) -> Path:
+def default_model_path(show_progress: bool | None = None) -> Path:
     """Return the directory of the default model. Converts the model if the directory is missing or damaged.
 
     If several processes call this function at once, one process converts and the others wait.
     Raises ModelError if the package is missing, if its file is not the expected file, or if the cache can't be written.
 
-    progress: whether to show a progress bar on stderr while converting; None: show it if stderr is a terminal.
+    show_progress: whether to show a progress bar on stderr while converting; None: show it if stderr is a terminal.
     """
     converted = find_converted_model()
     if converted is not None:
@@ -64,7 +64,7 @@ def default_model_path(progress: bool | None = None) -> Path:
             if damage is not None:
                 if directory.exists():
                     logger.warning("the default model in %s can't be used (%s): rebuilding it", directory, damage)
-                _build_directory(directory, progress)
+                _build_directory(directory, show_progress)
     except OSError as error:
         raise ModelError(
             f"can't keep the default model in {directory.parent}: {error.strerror} "
@@ -95,7 +95,7 @@ def find_source_file() -> Path:
     return file
 
 
-def _build_directory(directory: Path, progress: bool | None) -> None:
+def _build_directory(directory: Path, show_progress: bool | None) -> None:
     # Imported only here, because `gguf_conversion` imports torch.
     from nanovllm_models.gguf_conversion import convert
 
@@ -107,7 +107,7 @@ def _build_directory(directory: Path, progress: bool | None) -> None:
     try:
         new_directory = work_directory / "new"
         new_directory.mkdir()
-        convert(source, new_directory, progress=progress)
+        convert(source, new_directory, show_progress=show_progress)
         manifest = {
             "version": MANIFEST_VERSION,
             "source_sha256": SOURCE_SHA256,

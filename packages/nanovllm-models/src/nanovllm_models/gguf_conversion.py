@@ -37,12 +37,12 @@ Metadata = dict[str, Any]
 MODEL_KIND_KEYS = ("general.architecture", "tokenizer.ggml.model", "tokenizer.ggml.pre")
 
 
-def convert(file: Path, directory: Path, *, progress: bool | None = None) -> None:
+def convert(file: Path, directory: Path, *, show_progress: bool | None = None) -> None:
     """Write config.json, model.safetensors and the tokenizer's files into `directory`, which must exist.
 
     Raises ModelError if the model is not a SmolLM model, OSError if the directory can't be written.
 
-    progress: whether to show a progress bar on stderr; None: show it if stderr is a terminal.
+    show_progress: whether to show a progress bar on stderr; None: show it if stderr is a terminal.
     """
     reader = GGUFReader(file)
     metadata: Metadata = {name: field.contents() for name, field in reader.fields.items()}
@@ -50,7 +50,10 @@ def convert(file: Path, directory: Path, *, progress: bool | None = None) -> Non
     if model_kind != ("llama", "gpt2", "smollm"):
         raise ModelError(f"{file} holds {model_kind}, but only ('llama', 'gpt2', 'smollm') can be converted")
     bar = tqdm(
-        reader.tensors, desc="Converting the model", unit=" tensors", disable=None if progress is None else not progress
+        reader.tensors,
+        desc="Converting the model",
+        unit=" tensors",
+        disable=None if show_progress is None else not show_progress,
     )
     tensors = dict(convert_tensor(tensor, metadata) for tensor in bar)
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})

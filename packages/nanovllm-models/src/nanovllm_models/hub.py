@@ -41,7 +41,7 @@ def is_default_name(model: str | None) -> bool:
     return model is None or (model == MODEL_NAME and not os.path.lexists(model))
 
 
-def find_model(model: str | None, *, with_weights: bool = True, progress: bool | None = None) -> ModelDirectory:
+def find_model(model: str | None, *, with_weights: bool = True, show_progress: bool | None = None) -> ModelDirectory:
     """Find a model's directory. For a repository, downloads the files that the cache of huggingface_hub lacks.
 
     huggingface_hub reads its environment variables, such as HF_HOME, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE.
@@ -51,11 +51,11 @@ def find_model(model: str | None, *, with_weights: bool = True, progress: bool |
     model: a directory, or `organisation/name` or `organisation/name@revision` of a repository; None or MODEL_NAME for
         the default model.
     with_weights: whether to download weights.
-    progress: whether to show progress bars on stderr; None: show them if stderr is a terminal. Without progress bars, a
-        log line reports a download.
+    show_progress: whether to show progress bars on stderr; None: show them if stderr is a terminal. Without progress
+        bars, a log line reports a download.
     """
     if model is None or is_default_name(model):
-        path = default_model_path(progress)
+        path = default_model_path(show_progress)
         return ModelDirectory(path, path.name)
     path = Path(_expand_home(model))
     if os.path.isdir(_expand_home(model)):  # noqa: PTH112 - `Path.is_dir` raises OSError for a long name.
@@ -71,7 +71,7 @@ def find_model(model: str | None, *, with_weights: bool = True, progress: bool |
             "Hugging Face Hub, such as Qwen/Qwen3-0.6B"
         )
     files = (*METADATA_FILES, *WEIGHT_FILES) if with_weights else METADATA_FILES
-    is_shown = sys.stderr.isatty() if progress is None else progress
+    is_shown = sys.stderr.isatty() if show_progress is None else show_progress
     with _hide_progress_bars(not is_shown):
         return ModelDirectory(_download(match["name"], match["revision"], files, log_start=not is_shown), match["name"])
 

@@ -47,7 +47,7 @@ def load(
     load_format: LoadFormat = "auto",
     seed: int = 0,
     served_name: str | None = None,
-    progress: bool | None = None,
+    show_progress: bool | None = None,
     draft: ModelDirectory | None = None,
 ) -> ModelSpec:
     """Return the spec of the model in a Hugging Face directory, without reading the weights.
@@ -58,7 +58,7 @@ def load(
     load_format: "dummy" makes random weights; the directory then needs only config.json.
     seed: seed of random weights.
     served_name: name of the model; None for the directory's name.
-    progress: whether to show a progress bar while weights are read; None: show it if stderr is a terminal.
+    show_progress: whether to show a progress bar while weights are read; None: show it if stderr is a terminal.
     draft: the draft model for speculative decoding, loaded like the model; None for no draft model.
     """
     path = Path(path)
@@ -76,7 +76,7 @@ def load(
     build_spec = FAMILIES.get(architectures[0])
     if build_spec is None:
         raise ModelError(f"architecture {architectures[0]} of {fields.source} is not supported ({supported})")
-    weights = RandomWeights(seed) if load_format == "dummy" else find_checkpoint(path, progress)
+    weights = RandomWeights(seed) if load_format == "dummy" else find_checkpoint(path, show_progress)
     spec = build_spec(path, fields, name=served_name or path.resolve().name, weights=weights)
     spec = replace(spec, fingerprint=_make_fingerprint(path, load_format, seed))
     # The default model's two largest logits often differ by only 0.1. Rounding changes a logit by 0.06 in bf16 and by
@@ -84,7 +84,9 @@ def load(
     spec = replace(spec, cuda_dtype=torch.float16) if is_default_model(path) else spec
     if draft is None:
         return spec
-    draft_spec = load(draft.path, load_format=load_format, seed=seed, served_name=draft.name, progress=progress)
+    draft_spec = load(
+        draft.path, load_format=load_format, seed=seed, served_name=draft.name, show_progress=show_progress
+    )
     # If the vocabulary sizes differ, the engine raises the error.
     if draft_spec.vocab_size == spec.vocab_size:
         check_same_tokens(path, draft.path)

@@ -57,7 +57,7 @@ class HubHandler(BaseHTTPRequestHandler):
         else:
             name = path.partition(f"/resolve/{COMMIT}/")[2]
             if with_body:
-                self._hub.downloads.append(name)
+                self._hub.requested_files.append(name)
                 self._hub.may_send.wait()
             etag = hashlib.sha1(self._hub.files[name]).hexdigest()
             self._send(200, self._hub.files[name], {"ETag": f'"{etag}"', "X-Repo-Commit": COMMIT}, with_body=with_body)
@@ -82,7 +82,7 @@ class LoopbackHub(ThreadingHTTPServer):
     `org/broken` are closed.
 
     files: contents of the files by path.
-    downloads: names of the files that were sent, or that wait until `may_send` is set.
+    requested_files: names of the files that were sent, or that wait until `may_send` is set.
     environment: environment variables of processes that use the hub.
     """
 
@@ -91,7 +91,7 @@ class LoopbackHub(ThreadingHTTPServer):
     def __init__(self, files: dict[str, bytes], cache: Path):
         super().__init__(("127.0.0.1", 0), HubHandler)
         self.files = files
-        self.downloads: list[str] = []
+        self.requested_files: list[str] = []
         self.may_send = Event()
         self.may_send.set()
         self.url = f"http://127.0.0.1:{self.server_address[1]}"

@@ -138,10 +138,10 @@ def test_warm_up_lasts_until_all_filling_requests_are_sent():
     warm_up = WarmUp(10, 1000, 1, 1)
     for now in range(20):
         warm_up.add_sample(now, {1: MIB})
-    warm_up.num_long_prompts = 0
+    warm_up.num_long_prompts_left = 0
     warm_up.add_sample(20, {1: MIB})
     assert warm_up.phase is Phase.FILL
-    warm_up.num_large_schemas = 0
+    warm_up.num_large_schemas_left = 0
     warm_up.add_sample(21, {1: MIB})
     assert warm_up.phase is Phase.SETTLE
 

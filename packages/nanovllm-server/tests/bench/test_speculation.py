@@ -61,7 +61,7 @@ async def test_difference_has_its_position_and_margin(pair_runner):
     shorter = RunPair(pair.plain, replace(pair.drafted, token_ids=tokens[:5]))
     of_changed, of_shorter = await pair_runner.find_differences(PROMPT, [pair, changed, shorter])
     assert (of_changed.round_index, of_changed.position) == (1, 3)
-    assert (of_changed.plain_token, of_changed.drafted_token) == (tokens[3], other)
+    assert (of_changed.token_without_drafts, of_changed.token_with_drafts) == (tokens[3], other)
     # The engine without drafts chose the likeliest token, so a known margin is positive.
     assert of_changed.margin is None or of_changed.margin > 0
     assert of_shorter == Difference(2, 5, tokens[5], None, None)

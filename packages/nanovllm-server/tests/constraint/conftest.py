@@ -50,7 +50,7 @@ class Walker:
         # Compiled grammars are cached, because different requests often have the same grammar.
         compiler = Compiler(tokens, (END,), self.vocab_size)
         self.compile = functools.cache(lambda spec: _compile(compiler, spec))
-        self._ends = [
+        self._ending_tokens = [
             self.tokenizer.encode(text, add_special_tokens=False).tolist()[0]
             for text in ('"', "}", "]", '",', '"}', "<", "\n")
         ]
@@ -86,7 +86,7 @@ class Walker:
             return plan[0]
         if allowed(END) and random.random() < 0.5:
             return END
-        ends = list(filter(allowed, self._ends))
+        ends = list(filter(allowed, self._ending_tokens))
         if ends and random.random() < 0.5:
             return random.choice(ends)
         # Draw a byte of the mask (eight tokens), then a bit. Listing all allowed tokens would take most of the time.
@@ -105,10 +105,10 @@ def walker() -> Walker:
 
 
 @pytest.fixture
-def tell(walker):
+def draw_answers(walker):
     """Draws answers to a request, and parses each."""
 
-    def tell(form, prompt="", *, count, seed=0, goals=(), **fields):
+    def draw_answers(form, prompt="", *, count, seed=0, goals=(), **fields):
         model_format = ModelFormat(form, walker.vocabulary)
         body = FieldReader(fields)
         tools = parse_tools(body)
@@ -122,19 +122,19 @@ def tell(walker):
             parser = model_format.make_parser(prompt, schemas, calls_only_at_start=constraint.calls_only_at_start)
             detokenizer = Detokenizer(walker.vocabulary, model_format.tag_ids(schemas))
             pieces = [*map(detokenizer.push, tokens), detokenizer.finish()]
-            told = DrawnAnswer("".join(pieces), finished)
+            answer = DrawnAnswer("".join(pieces), finished)
             for event in [event for piece in pieces for event in parser.push(piece)] + parser.finish():
                 match event:
                     case ReasoningText(text):
-                        told.reasoning += text
+                        answer.reasoning += text
                     case ContentText(text):
-                        told.content += text
+                        answer.content += text
                     case CallBegun(_, name):
-                        told.calls.append((name, ""))
+                        answer.calls.append((name, ""))
                     case CallArguments(index, text):
-                        name, before = told.calls[index]
-                        told.calls[index] = (name, before + text)
+                        name, before = answer.calls[index]
+                        answer.calls[index] = (name, before + text)
             assert not finished or not parser.in_call
-            yield told
+            yield answer
 
-    return tell
+    return draw_answers

@@ -62,65 +62,67 @@ def goals(form):
     return ("</think>", "</think>", f"\n{tags[-1]}", *tags)
 
 
-def check_arguments(told):
-    for (name, _), arguments in zip(told.calls, told.arguments(), strict=True):
+def check_arguments(answer):
+    for (name, _), arguments in zip(answer.calls, answer.arguments(), strict=True):
         jsonschema.validate(arguments, SCHEMAS[name], jsonschema.Draft202012Validator)
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
 @pytest.mark.parametrize("choice", ["required", "named", "auto"])
 @pytest.mark.parametrize("name", TOOL_CALL_FORMATS)
-def test_arguments_of_calls_are_valid(tell, name, choice, prompt):
+def test_arguments_of_calls_are_valid(draw_answers, name, choice, prompt):
     reasoning, text = PROMPTS[prompt]
     form = TOOL_CALL_FORMATS[name]
     tool_choice = NAMED if choice == "named" else choice
     finished = 0
-    for told in tell(
+    for answer in draw_answers(
         ChatFormat(reasoning, form), text, count=10, goals=goals(form), tools=TOOLS, tool_choice=tool_choice
     ):
-        if not told.finished:
+        if not answer.finished:
             continue
         finished += 1
-        check_arguments(told)
+        check_arguments(answer)
         if choice != "auto":
-            assert told.content == ""
-            assert 1 <= len(told.calls) <= 16
+            assert answer.content == ""
+            assert 1 <= len(answer.calls) <= 16
         if choice == "named":
-            assert [name for name, _ in told.calls] == ["look"]
+            assert [name for name, _ in answer.calls] == ["look"]
     assert finished
 
 
 @pytest.mark.parametrize("name", TOOL_CALL_FORMATS)
-def test_functions_without_an_enforced_schema_may_have_arguments(tell, name):
+def test_functions_without_an_enforced_schema_may_have_arguments(draw_answers, name):
     form = ChatFormat(None, TOOL_CALL_FORMATS[name])
     parameter = getattr(form.tool_calls, "parameter_begin", '"a": ')
     words = (*goals(form.tool_calls), parameter, "any", "any")
-    answers = tell(form, count=40, goals=words, tools=TOOLS[2:], structured_outputs={"regex": "x"})
-    assert any(arguments for told in answers if told.finished for arguments in told.arguments())
+    answers = draw_answers(form, count=40, goals=words, tools=TOOLS[2:], structured_outputs={"regex": "x"})
+    assert any(arguments for answer in answers if answer.finished for arguments in answer.arguments())
 
 
 @pytest.mark.parametrize("name", TOOL_CALL_FORMATS)
-def test_only_one_call_is_allowed_if_calls_may_not_be_parallel(tell, name):
+def test_only_one_call_is_allowed_if_calls_may_not_be_parallel(draw_answers, name):
     form = ChatFormat(None, TOOL_CALL_FORMATS[name])
     fields = {"tools": TOOLS[1:], "tool_choice": "required", "parallel_tool_calls": False}
-    answers = [told for told in tell(form, count=8, goals=goals(form.tool_calls), **fields) if told.finished]
+    answers = [
+        answer for answer in draw_answers(form, count=8, goals=goals(form.tool_calls), **fields) if answer.finished
+    ]
     assert answers
-    assert all(len(told.calls) == 1 and not told.content for told in answers)
+    assert all(len(answer.calls) == 1 and not answer.content for answer in answers)
 
 
 @pytest.mark.parametrize("name", TOOL_CALL_FORMATS)
-def test_only_allowed_functions_are_called(tell, name):
+def test_only_allowed_functions_are_called(draw_answers, name):
     form = ChatFormat(None, TOOL_CALL_FORMATS[name])
     allowed = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "ping"}}]}
     choice = {"type": "allowed_tools", "allowed_tools": allowed}
     words = (*goals(form.tool_calls), "look", "ping", '{"name": "')
-    for told in tell(form, count=12, goals=words, tools=TOOLS, tool_choice=choice):
-        assert {name for name, _ in told.calls} <= {"ping"}
+    for answer in draw_answers(form, count=12, goals=words, tools=TOOLS, tool_choice=choice):
+        assert {name for name, _ in answer.calls} <= {"ping"}
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
 @pytest.mark.parametrize("name", TOOL_CALL_FORMATS)
-def test_answer_is_schema_json_or_calls(tell, name, prompt):
+def test_answer_is_schema_json_or_calls(draw_answers, name, prompt):
     reasoning, text = PROMPTS[prompt]
     form = TOOL_CALL_FORMATS[name]
     schema = {
@@ -131,13 +133,15 @@ def test_answer_is_schema_json_or_calls(tell, name, prompt):
     }
     asked = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     words = (*goals(form), '{"a": "')
-    for told in tell(ChatFormat(reasoning, form), text, count=8, goals=words, tools=TOOLS[:1], response_format=asked):
-        if not told.finished:
+    for answer in draw_answers(
+        ChatFormat(reasoning, form), text, count=8, goals=words, tools=TOOLS[:1], response_format=asked
+    ):
+        if not answer.finished:
             continue
-        assert bool(told.calls) != bool(told.content)
-        check_arguments(told)
-        if told.content:
-            jsonschema.validate(json.loads(told.content), schema)
+        assert bool(answer.calls) != bool(answer.content)
+        check_arguments(answer)
+        if answer.content:
+            jsonschema.validate(json.loads(answer.content), schema)
 
 
 @pytest.mark.parametrize(
@@ -163,9 +167,11 @@ def test_answer_is_schema_json_or_calls(tell, name, prompt):
     ids=["regex", "choice", "grammar", "tag"],
 )
 @pytest.mark.parametrize("prompt", PROMPTS)
-def test_text_matches_the_requested_format(tell, prompt, wanted, pattern):
+def test_text_matches_the_requested_format(draw_answers, prompt, wanted, pattern):
     reasoning, text = PROMPTS[prompt]
-    answers = tell(ChatFormat(reasoning, None), text, count=6, goals=("</think>",) * 2, structured_outputs=wanted)
-    contents = [told.content for told in answers if told.finished]
+    answers = draw_answers(
+        ChatFormat(reasoning, None), text, count=6, goals=("</think>",) * 2, structured_outputs=wanted
+    )
+    contents = [answer.content for answer in answers if answer.finished]
     assert contents
     assert all(re.fullmatch(pattern, content) for content in contents)

@@ -101,17 +101,17 @@ class CacheManager:
         Returns None if `tier` has no more of the prefix, or if computing is faster. If a load is returned, the
         request must wait until the load has ended. Then call `finish_load`.
         """
-        if self._tier is None or request.has_loaded:
+        if self._tier is None or request.has_started_load:
             return None
         load = self._tier.start_load(request, self._group, self.reusable_hashes(request))
-        request.has_loaded = load is not None
+        request.has_started_load = load is not None
         return load
 
     def finish_load(self, load: PrefixLoad) -> None:
         """Make an ended load's entries findable. Release all blocks of its request, which must be admitted again."""
         if self._tier is not None:
             self._tier.finish_load(load)
-        load.request.has_loaded = not load.may_retry
+        load.request.has_started_load = not load.may_retry
         self.release(load.request)
 
     def readmit(self, request: RequestState) -> int | None:
@@ -212,7 +212,7 @@ class CacheManager:
             num_blocks, _ = self.state_pool.find_checkpoint(request.block_hashes[:num_blocks])
         else:
             return last_estimate
-        if self._tier is not None and not request.has_loaded:
+        if self._tier is not None and not request.has_started_load:
             num_blocks = self._tier.find_prefix(self._group, self.reusable_hashes(request), num_blocks)
         return num_blocks * self.block_size
 

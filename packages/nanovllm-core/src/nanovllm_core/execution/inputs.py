@@ -17,11 +17,11 @@ Int64Array = NDArray[np.int64]
 class Masks(NamedTuple):
     """Masks of tokens that requests may sample: the arguments of `apply_masks_`.
 
-    rows: int32 [n], index of each mask's sample among the samples of the step; -1 for an unused mask.
+    sample_indices: int32 [n], index of each mask's sample among the samples of the step; -1 for an unused mask.
     bits: int32 [n, words], one bit per token id; 1 for a token that may be sampled.
     """
 
-    rows: Tensor
+    sample_indices: Tensor
     bits: Tensor
 
 

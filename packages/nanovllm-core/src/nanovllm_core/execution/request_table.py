@@ -184,7 +184,7 @@ class RequestTable:
             return self._last_step[1]
         rows, query_lens, is_sampled = requests.select_scheduled(plan.scheduled)
         new_rows = requests.select_new_rows(plan.new_rows)
-        self._record_logprobs(plan.new_rows)
+        self._record_num_logprobs(plan.new_rows)
         if new_rows or blocks.rows:
             self._write_changes(new_rows, blocks)
         state_copies = self._write_states(new_rows) if self._has_recurrent_layers and new_rows else None
@@ -247,7 +247,7 @@ class RequestTable:
         if new_rows:
             self._write_optional_tables(new_rows)
 
-    def _record_logprobs(self, new_rows: Sequence[NewRow]) -> None:
+    def _record_num_logprobs(self, new_rows: Sequence[NewRow]) -> None:
         for new in new_rows:
             logprobs = new.sampling.logprobs
             self._num_logprobs[new.row] = -1 if logprobs is None else logprobs

@@ -236,7 +236,7 @@ def _select_own_masks(masks: Masks, num_own_rows: int, parallel: ParallelContext
     """The masks of the requests for which this rank chooses tokens. Marks all other masks as unused."""
     if parallel.size == 1:
         return masks
-    own_indices = masks.rows - parallel.rank * num_own_rows
+    own_indices = masks.sample_indices - parallel.rank * num_own_rows
     return masks._replace(rows=own_indices.masked_fill_((own_indices < 0) | (own_indices >= num_own_rows), -1))
 
 
@@ -267,7 +267,7 @@ def choose_tokens(
     if ops & _FORBID:
         sampling.forbid_sequences_(logits, rows, positions, table.tokens, table.num_prompt_tokens, table.forbidden)
     if masks is not None:
-        sampling.apply_masks_(logits, masks.rows, masks.bits)
+        sampling.apply_masks_(logits, masks.sample_indices, masks.bits)
     settings = (table.temperature, table.top_k, table.top_p, table.min_p, table.seeds)
     if ops & _RANDOM:
         settings = gather(rows, settings)

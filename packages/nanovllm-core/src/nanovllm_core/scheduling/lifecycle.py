@@ -141,7 +141,7 @@ class RequestLifecycle:
             return False
         request = found.request
         self._release_loaded(request)
-        request.has_loaded = False
+        request.has_started_load = False
         request.status = RequestStatus.WAITING
         self.waiting.push(request)
         return True
@@ -154,10 +154,10 @@ class RequestLifecycle:
         self.rows.is_running[request.row] = False
         request.status = RequestStatus.WAITING
         request.num_preemptions += 1
-        request.has_loaded = False
+        request.has_started_load = False
         self.counters.num_preemptions += 1
         self.num_preempted_unreleased += 1
-        self.release_when_idle(request)
+        self.release_if_unused(request)
 
     def finish(self, request: RequestState) -> None:
         """Finish a request, whether it waits or runs."""
@@ -168,9 +168,9 @@ class RequestLifecycle:
         request.status = RequestStatus.FINISHED
         del self._unfinished_by_key[request.key]
         self.num_finished_unreleased += 1
-        self.release_when_idle(request)
+        self.release_if_unused(request)
 
-    def release_when_idle(self, request: RequestState) -> None:
+    def release_if_unused(self, request: RequestState) -> None:
         """Release row and blocks unless a step or load in flight uses them. Call again after the step or load."""
         if request.row >= 0:
             if self.rows.num_steps_in_flight[request.row] > 0:

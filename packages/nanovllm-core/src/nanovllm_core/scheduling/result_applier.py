@@ -65,7 +65,7 @@ class ResultApplier:
         if self._prefix_caching:
             self._register_full_blocks(step, results)
         for request in rows.requests_of(scheduled.rows[~rows.is_running[scheduled.rows]]):
-            self._lifecycle.release_when_idle(request)
+            self._lifecycle.release_if_unused(request)
         tokens = new_tokens.tokens.tolist()
         return StepOutputs(keys, tokens, logprobs, starts, finishes, failures, prompt_logprobs, draft_totals)
 

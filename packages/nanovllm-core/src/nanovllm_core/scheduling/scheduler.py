@@ -102,7 +102,7 @@ class Scheduler:
         """Process copies that have ended. Returns the loads among them, whose requests can now be scheduled."""
         loads = () if self.tier is None else self.tier.collect_ended_loads()
         for load in loads:
-            self._lifecycle.release_when_idle(load.request)
+            self._lifecycle.release_if_unused(load.request)
         return loads
 
     def take_copies(self, *, has_plan: bool) -> Sequence[CopyBatch]:

@@ -38,7 +38,7 @@ class NixlAgent:
         name = self._agent.add_remote_agent(metadata)
         return name.decode() if isinstance(name, bytes) else name
 
-    def progress(self) -> None:
+    def serve_reads(self) -> None:
         """Let peers read the memory. Call repeatedly while they may read, because some networks need this."""
         self._agent.get_new_notifs()
 

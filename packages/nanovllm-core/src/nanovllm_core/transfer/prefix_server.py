@@ -47,7 +47,7 @@ LEASE_S = 3.0
 # A client that sends no Hello for this time must send Hello again before other messages.
 CLIENT_TIMEOUT_S = 10.0
 NUM_CHECKSUM_THREADS = 4
-PROGRESS_INTERVAL_S = 0.001  # see `NixlAgent.progress`
+SERVE_READS_INTERVAL_S = 0.001  # see `NixlAgent.serve_reads`
 
 # Makes the engine's thread call a function, and does not wait for the call.
 RunOnEngineThread = Callable[[Callable[[], object]], None]
@@ -89,7 +89,7 @@ class PrefixServer:
         self._identity = identity
         self._memory = memory
         self._agent = agent
-        self._is_progressing = False
+        self._is_serving_reads = False
         self._leases = leases
         self._run_on_engine_thread = run_on_engine_thread
         self._remote_memory = _describe_memory(memory, agent)
@@ -226,18 +226,18 @@ class PrefixServer:
         lease = _ClientLease(number, client, fetch.key, len(fetch.entries), fetch.carrier, expiry_s)
         self._client_leases[client, fetch.key] = self._lease_by_number[number] = lease
         self._run_on_engine_thread(partial(self._leases.open, number, fetch))
-        if fetch.carrier == "nixl" and self._agent is not None and not self._is_progressing:
-            self._is_progressing = True
-            self._start_task(self._progress(self._agent))
+        if fetch.carrier == "nixl" and self._agent is not None and not self._is_serving_reads:
+            self._is_serving_reads = True
+            self._start_task(self._serve_reads(self._agent))
 
-    async def _progress(self, agent: NixlAgent) -> None:
+    async def _serve_reads(self, agent: NixlAgent) -> None:
         """Let clients read the memory until no lease needs NIXL."""
         try:
             while any(lease.carrier == "nixl" for lease in self._lease_by_number.values()):
-                agent.progress()
-                await asyncio.sleep(PROGRESS_INTERVAL_S)
+                agent.serve_reads()
+                await asyncio.sleep(SERVE_READS_INTERVAL_S)
         finally:
-            self._is_progressing = False
+            self._is_serving_reads = False
 
     async def _close_expired_leases(self) -> None:
         while True:

@@ -18,7 +18,7 @@ from nanovllm_core.grammar.schemas.pattern_writer import (
     write_json_string_pattern,
     write_pattern,
 )
-from nanovllm_core.grammar.schemas.string_patterns import exclude_strings, format_pattern, limit_length
+from nanovllm_core.grammar.schemas.string_patterns import exclude_strings, limit_length, pattern_of_format
 
 ALPHABET = "abc 1.^-${}/"
 PATTERNS = [
@@ -250,8 +250,8 @@ def test_strings_of_a_format_pattern_conform_to_the_format(name):
         text = sample(tree, rng)
         assert re.search(FORMATS[name], text)
         assert checker.conforms(text, name), text
-    assert format_pattern(name) is not None
-    assert format_pattern("phone") is None
+    assert pattern_of_format(name) is not None
+    assert pattern_of_format("phone") is None
 
 
 def sample(node: regex.Node, rng: random.Random) -> str:

@@ -66,7 +66,7 @@ def decode(
         if offset == 0:
             # Do not store later states, which include drafts. The next step applies the accepted drafts again.
             states[plan.slots] = rounded_states
-            states[plan.checkpoint_slots] = rounded_states[plan.checkpoint_rows]
+            states[plan.checkpoint_slots] = rounded_states[plan.checkpoint_decodes]
     return outs
 
 
@@ -84,5 +84,5 @@ def _store_inputs(inputs: Tensor, sizes: LayerSizes, conv_states: Tensor, plan: 
     new_inputs[drafts.token_decodes, drafts.token_offsets] = inputs
     positions = plan.positions[drafts.token_decodes] + drafts.token_offsets
     conv_states[plan.slots[drafts.token_decodes], positions % sizes.ring_rows] = inputs
-    conv_states[plan.checkpoint_slots] = conv_states[plan.slots[plan.checkpoint_rows]]
+    conv_states[plan.checkpoint_slots] = conv_states[plan.slots[plan.checkpoint_decodes]]
     return torch.cat((old_inputs, new_inputs), 1)

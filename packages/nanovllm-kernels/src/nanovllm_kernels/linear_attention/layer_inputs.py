@@ -135,14 +135,14 @@ class TorchPlan(NamedTuple):
 
     slots: int64 [n], state slot of each decode.
     positions: int64 [n], position of each decode's first token.
-    checkpoint_rows: int64 [m], indices of the decodes whose state is also saved to a checkpoint.
+    checkpoint_decodes: int64 [m], indices of the decodes whose state is also saved to a checkpoint.
     checkpoint_slots: int64 [m], slots that receive the saved states.
     drafts: None for caches without drafts.
     """
 
     slots: Tensor
     positions: Tensor
-    checkpoint_rows: Tensor
+    checkpoint_decodes: Tensor
     checkpoint_slots: Tensor
     prefills: tuple[Prefill, ...]
     drafts: DraftPlan | None

@@ -134,7 +134,7 @@ def _decode(
     gates = compute_gates(ba[:num_decodes], weights, sizes)
     new_states, out = apply_tokens(old_states, *heads, gates, states.dtype)
     states[plan.slots] = new_states
-    states[plan.checkpoint_slots] = new_states[plan.checkpoint_rows]
+    states[plan.checkpoint_slots] = new_states[plan.checkpoint_decodes]
     return out
 
 
@@ -146,7 +146,7 @@ def _convolve_decodes(inputs: Tensor, weight: Tensor, conv_states: Tensor, plan:
     windows = conv_states[plan.slots.unsqueeze(1), positions % num_taps]
     # Rows for negative positions may hold inputs of another request.
     windows = torch.where((positions >= 0).unsqueeze(-1), windows, 0.0)
-    conv_states[plan.checkpoint_slots] = conv_states[plan.slots[plan.checkpoint_rows]]
+    conv_states[plan.checkpoint_slots] = conv_states[plan.slots[plan.checkpoint_decodes]]
     return convolve_windows(windows, weight)
 
 

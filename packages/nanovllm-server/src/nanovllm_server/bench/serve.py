@@ -71,7 +71,7 @@ class LoadResult:
     seconds: time from the start of the first request to the end of the last answer.
     accepted_drafts, rejected_drafts: numbers of accepted and rejected drafts (proposed tokens); 0 if not reported.
     tokens_per_step: mean number of output tokens that a request gets per step. Steps without drafts are included.
-    busy: share of one core that the client used.
+    client_core_share: share of one core that the client used.
     ttft: time from the start of a request to the first piece of the answer.
     itl: time between two consecutive pieces. A piece may have several tokens.
     tpot: time from the first piece to the last piece, divided by the number of output tokens minus 1.
@@ -90,7 +90,7 @@ class LoadResult:
     accepted_drafts: int
     rejected_drafts: int
     tokens_per_step: float
-    busy: float
+    client_core_share: float
     ttft: LatencyStats
     itl: LatencyStats
     tpot: LatencyStats
@@ -127,10 +127,10 @@ def run(options: ServeOptions) -> None:
         options.files,
     )
     for result in results:
-        if result.busy > MAX_CLIENT_CORE_SHARE:
+        if result.client_core_share > MAX_CLIENT_CORE_SHARE:
             print_message(
-                f"at {result.output_tokens_per_second:.0f} tok/s this client used {result.busy:.0%} of a core: the "
-                "server may be faster"
+                f"at {result.output_tokens_per_second:.0f} tok/s this client used {result.client_core_share:.0%} of a "
+                "core: the server may be faster"
             )
     if options.files.plot is not None:
         _plot(options.files.plot, title, results)
@@ -192,7 +192,11 @@ async def _send_request(options: ServeOptions, model: str, request: TextRequest)
 
 
 def _summarize(
-    answers: Sequence[TimedAnswer], num_failed: int, rate: float | None, concurrency: int | None, busy: float
+    answers: Sequence[TimedAnswer],
+    num_failed: int,
+    rate: float | None,
+    concurrency: int | None,
+    client_core_share: float,
 ) -> LoadResult:
     duration_s = max(answer.end_time for answer in answers) - min(answer.start_time for answer in answers)
     output_tokens = sum(answer.output_tokens for answer in answers)
@@ -211,7 +215,7 @@ def _summarize(
         rejected_drafts=sum(answer.rejected_drafts for answer in answers),
         # Each step gives a request its accepted drafts and one other token.
         tokens_per_step=output_tokens / max(output_tokens - accepted_drafts, 1),
-        busy=busy,
+        client_core_share=client_core_share,
         ttft=latency_stats(answer.ttft_s for answer in answers),
         itl=latency_stats(after - before for answer in answers for before, after in pairwise(answer.piece_times)),
         tpot=latency_stats(
@@ -256,7 +260,7 @@ def _rate_table(results: Sequence[LoadResult]) -> list[list[str]]:
             f"{result.seconds:.2f}",
             f"{result.requests_per_second:.2f}",
             f"{result.output_tokens_per_second:.1f}",
-            f"{result.busy:.0%}",
+            f"{result.client_core_share:.0%}",
         ]
         for result in results
     ]

@@ -85,7 +85,7 @@ class CallReader(ABC, Generic[CallFormat]):
         if is_complete or (yield from self.source.peek()):
             self.collector.end_call(self.form.separator)
 
-    def report_truncated_call(self, name: str | None, arguments: str = "") -> ReadGenerator[bool]:
+    def report_call_at_end(self, name: str | None, arguments: str = "") -> ReadGenerator[bool]:
         """If the answer has ended and `name` is not None, reports the call and returns True. Else returns False."""
         if name is None or (yield from self.source.peek()):
             return False
@@ -131,15 +131,15 @@ class JsonReader(CallReader[JsonCalls]):
                     return True
                 arguments = to_object_json((yield from source.read_value()))
                 if arguments is None:
-                    return (yield from self.report_truncated_call(name))
+                    return (yield from self.report_call_at_end(name))
             # Without an opening tag, an object is content if it has a key that is neither a call's key nor `type`.
             elif key is None or not (has_opening_tag or key == "type") or (yield from source.read_value()) is None:
-                return (yield from self.report_truncated_call(name, arguments or ""))
+                return (yield from self.report_call_at_end(name, arguments or ""))
             yield from source.skip_whitespace()
             if name is not None and (yield from source.read_literal("}")):
                 break
             if not (yield from source.read_literal(",")):
-                return (yield from self.report_truncated_call(name, arguments or ""))
+                return (yield from self.report_call_at_end(name, arguments or ""))
         self.begin_call(name)
         self.collector.add_arguments(arguments or "{}")
         self.collector.end_call(self.form.separator)
@@ -190,7 +190,7 @@ class FencedReader(CallReader[FencedCalls]):
             yield from source.read_literal(form.fence_end)
         yield from source.skip_whitespace()
         if (yield from source.peek()) != "{":
-            return (yield from self.report_truncated_call(name))
+            return (yield from self.report_call_at_end(name))
         yield from self.stream_call(name)
         for tag in (form.fence_end, form.call_end):
             yield from source.skip_whitespace()
@@ -245,7 +245,7 @@ class XmlReader(CallReader[XmlCalls]):
             return self._close_call("}")
         source.read_truncated_literal(form.parameter_begin, form.call_end)
         if separator == "{":
-            return (yield from self.report_truncated_call(name))
+            return (yield from self.report_call_at_end(name))
         text_after_parameter = source.stop_recording()
         if (yield from source.peek()):
             self._close_call("}")

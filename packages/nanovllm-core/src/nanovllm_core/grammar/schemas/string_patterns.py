@@ -20,7 +20,7 @@ MAX_TRIE_PREFIXES = 6
 MAX_LATER_TRIE_PREFIXES = 1
 
 
-def format_pattern(name: str) -> str | None:
+def pattern_of_format(name: str) -> str | None:
     """The pattern of a format; None if the format is not enforced."""
     if name not in FORMATS:
         return None

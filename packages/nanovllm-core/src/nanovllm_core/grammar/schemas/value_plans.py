@@ -28,7 +28,7 @@ from nanovllm_core.grammar.schemas.shapes import (
     keyword_place,
     min_of_maxima,
 )
-from nanovllm_core.grammar.schemas.string_patterns import format_pattern, string_pattern
+from nanovllm_core.grammar.schemas.string_patterns import pattern_of_format, string_pattern
 from nanovllm_core.grammar.schemas.undeclared_properties import plan_undeclared_properties
 
 # Maximum number of constants that replace a keyword such as multipleOf or uniqueItems.
@@ -274,7 +274,7 @@ def _divides_power_of_ten(step: int) -> bool:
 
 def _plan_strings(shape: StringShape, place: str, count_steps: CountSteps) -> list[Plan]:
     if not (shape.low or shape.high is not None or shape.patterns or shape.forbidden_patterns or shape.excluded):
-        pattern = None if shape.format is None else format_pattern(shape.format)
+        pattern = None if shape.format is None else pattern_of_format(shape.format)
         return [StringPlan(pattern)]
     pattern = string_pattern(shape, place, count_steps)
     return [] if pattern is None else [StringPlan(pattern)]

@@ -54,20 +54,20 @@ class WorkListFilter(NamedTuple):
 
 
 def split_query_lens(
-    narrow_queries: int, wide_queries: int, min_query_len: int, max_query_len: int
+    narrow_tile_queries: int, wide_tile_queries: int, min_query_len: int, max_query_len: int
 ) -> tuple[range, range]:
     """Return the query lengths (queries per request) for narrow tiles, then for wide tiles. A range may be empty.
 
-    narrow_queries: number of query positions in a narrow tile.
-    wide_queries: number of query positions in a wide tile.
+    narrow_tile_queries: number of query positions in a narrow tile.
+    wide_tile_queries: number of query positions in a wide tile.
     min_query_len: 1, or 2 if another kernel computes decodes (requests with one query).
     max_query_len: the host's bound on query lengths.
     """
-    if max_query_len <= narrow_queries and wide_queries != narrow_queries:
+    if max_query_len <= narrow_tile_queries and wide_tile_queries != narrow_tile_queries:
         return range(min_query_len, max_query_len + 1), range(0)
     # Without decodes, a launch of narrow tiles would be mostly idle. Use only wide tiles.
-    uses_narrow = min_query_len == 1 and wide_queries != narrow_queries
-    narrow = range(min_query_len, narrow_queries + 1) if uses_narrow else range(0)
+    uses_narrow = min_query_len == 1 and wide_tile_queries != narrow_tile_queries
+    narrow = range(min_query_len, narrow_tile_queries + 1) if uses_narrow else range(0)
     return narrow, range(narrow.stop or min_query_len, max_query_len + 1)
 
 

@@ -18,7 +18,7 @@ class Case:
     compute_rate: Callable[[RunTiming], float]
 
     @property
-    def prompt_tokens(self) -> int:
+    def num_prompt_tokens(self) -> int:
         """Returns the total number of prompt tokens of all requests."""
         return sum(len(request.prompt) for request in self.requests)
 

@@ -137,7 +137,7 @@ def _make_table(
     rows = [
         [
             case.name,
-            str(case.prompt_tokens),
+            str(case.num_prompt_tokens),
             str(timings[0].num_tokens),
             f"{median(timing.last_token_s for timing in timings):.2f}",
             f"{rate:.1f}",
@@ -177,7 +177,7 @@ def _case_figures(case: Case, engine_timings: list[RunTiming], peer_timings: lis
     return {
         "case": case.name,
         "requests": len(case.requests),
-        "prompt_tokens": case.prompt_tokens,
+        "prompt_tokens": case.num_prompt_tokens,
         "output_tokens": engine_timings[0].num_tokens,
         "nanovllm": engine_figures(engine_timings),
         "peer": None if peer_timings is None else engine_figures(peer_timings),

@@ -236,11 +236,11 @@ async def _fill_and_run(
 ) -> None:
     """Sends requests that fill caches, then random requests until `end_time`."""
     while warm_up.phase is Phase.FILL and time.monotonic() < end_time:
-        if sends_schemas and warm_up.num_large_schemas > 0:
-            warm_up.num_large_schemas -= 1
+        if sends_schemas and warm_up.num_large_schemas_left > 0:
+            warm_up.num_large_schemas_left -= 1
             counts.add("large schema", await run_exchange(source, source.build_large_schema_request()))
         else:
-            warm_up.num_long_prompts -= 1
+            warm_up.num_long_prompts_left -= 1
             counts.add("long prompt", await run_exchange(source, source.build_long_prompt_request(max_model_len)))
     while time.monotonic() < end_time:
         kind, exchange = source.draw()

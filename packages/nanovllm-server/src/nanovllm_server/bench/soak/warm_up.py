@@ -27,13 +27,13 @@ class WarmUp:
     The phase FILL lasts at least until the clients have begun all requests with large schemas and long prompts.
 
     end_time: value of `time.monotonic` at which the warm-up ends even if memory still grows.
-    num_large_schemas, num_long_prompts: numbers of requests with large schemas, and with long prompts, that the
-        clients must still send. Clients decrement the numbers, even below 0.
+    num_large_schemas_left, num_long_prompts_left: numbers of requests with large schemas, and with long prompts, that
+        the clients must still send. Clients decrement the numbers, even below 0.
     """
 
-    def __init__(self, min_flat_s: float, end_time: float, num_large_schemas: int, num_long_prompts: int):
-        self.num_large_schemas = num_large_schemas
-        self.num_long_prompts = num_long_prompts
+    def __init__(self, min_flat_s: float, end_time: float, num_large_schemas_left: int, num_long_prompts_left: int):
+        self.num_large_schemas_left = num_large_schemas_left
+        self.num_long_prompts_left = num_long_prompts_left
         self.phase = Phase.FILL
         self.is_flat = False  # Whether memory was flat at the end of the warm-up.
         self._min_flat_s = min_flat_s
@@ -60,7 +60,7 @@ class WarmUp:
             self._samples.clear()
 
     def _has_unsent_requests(self) -> bool:
-        return self.num_large_schemas > 0 or self.num_long_prompts > 0
+        return self.num_large_schemas_left > 0 or self.num_long_prompts_left > 0
 
     def _max_growth(self) -> float:
         """Returns the largest growth of a process, in percent. Ignores processes that are not in all samples."""

@@ -20,8 +20,8 @@ PAUSE_S = 0.5
 # Time limit of a step. With a shorter limit, measured times decide how a prompt is split into chunks. The split changes
 # the last bits of keys, and sometimes tokens, even without drafts. With this limit, both engines use the same chunks.
 STEP_LIMIT_MS = 60_000.0
-# Number of likeliest tokens whose log-probabilities are read. If `plain_token` or `drafted_token` is not among these
-# tokens, `Difference.margin` is None.
+# Number of likeliest tokens whose log-probabilities are read. If one of the differing tokens is not among these tokens,
+# `Difference.margin` is None.
 _NUM_TOP_TOKENS = 20
 
 
@@ -71,13 +71,13 @@ class RunPair:
 class Difference:
     """The first token in which the answers to a prompt differ. The token of an answer that has already ended is None.
 
-    margin: log-probability of `plain_token` minus that of `drafted_token`; None if either log-probability is unknown.
+    margin: log-probability of `token_without_drafts` minus that of `token_with_drafts`; None if either is unknown.
     """
 
     round_index: int
     position: int
-    plain_token: int | None
-    drafted_token: int | None
+    token_without_drafts: int | None
+    token_with_drafts: int | None
     margin: float | None
 
 

@@ -221,8 +221,8 @@ def _make_difference_table(results: Sequence[PromptResult]) -> Table:
             result.prompt.name,
             str(difference.round_index + 1),
             str(difference.position),
-            str(difference.plain_token),
-            str(difference.drafted_token),
+            str(difference.token_without_drafts),
+            str(difference.token_with_drafts),
             "unknown" if difference.margin is None else f"{difference.margin:.6f}",
         ]
         for result in results
