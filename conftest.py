@@ -3,13 +3,12 @@
 Python's bytecode is always kept: otherwise each of about forty processes would compile torch again.
 
 Each process computes with one thread unless the environment sets another number. The models are so small that a second
-thread gains little, and it would wait at every operator, because other processes run beside most tests.
+thread gains little. A second thread would also wait at every operator, because other processes run beside most tests.
 
 Most tests use one core. Therefore a background process runs the tests with the marker `background` beside all others.
-When the other tests have ended, a second background process runs modules that the first one has not begun.
+When the other tests have ended, a second background process shares the tests that remain.
 """
 
-import contextlib
 import hashlib
 import itertools
 import os
@@ -33,8 +32,8 @@ NICE = 19
 # -m '': no marker deselects tests, because the tests are already selected.
 PYTEST_OPTIONS = ("-q", "-p", "no:cacheprovider", "-m", "")
 MAX_WAIT_S = 3600
-# Variable with the path of a directory. The directory has a link for each module that a process in the background runs.
-# The target of a link is the process id.
+# Environment variable with the path of a directory. The directory has one file for each test that a background process
+# has claimed.
 CLAIMS_VARIABLE = "NANOVLLM_TEST_CLAIMS"
 
 
@@ -68,7 +67,7 @@ class BackgroundRun(pytest.Item):
         claims = Path(self._directory.name, "claims")
         claims.mkdir(exist_ok=True)
         command = ["nice", "-n", str(NICE), sys.executable, "-m", "pytest", *PYTEST_OPTIONS]
-        with self._output(index).open("w") as output:
+        with self._output_path(index).open("w") as output:
             process = subprocess.Popen(
                 [*command, f"@{arguments}"],
                 cwd=self.config.rootpath,
@@ -78,21 +77,21 @@ class BackgroundRun(pytest.Item):
             )
         self._processes.append(process)
 
-    def _output(self, index: int) -> Path:
+    def _output_path(self, index: int) -> Path:
         return Path(self._directory.name, f"output-{index}")
 
     def runtest(self) -> None:
         """Start the second background process, which begins with the last modules, and wait for both processes."""
-        by_module = itertools.groupby(self._node_ids, lambda node_id: node_id.partition("::")[0])
-        modules = [list(node_ids) for _, node_ids in by_module]
-        self._start_process(itertools.chain.from_iterable(reversed(modules)))
+        groups = itertools.groupby(self._node_ids, lambda node_id: node_id.partition("::")[0])
+        node_ids_by_module = [list(node_ids) for _, node_ids in groups]
+        self._start_process(itertools.chain.from_iterable(reversed(node_ids_by_module)))
         failed = [index for index, process in enumerate(self._processes) if process.wait() != 0]
         if failed:
-            pytest.fail("".join(self._output(index).read_text()[-20_000:] for index in failed), pytrace=False)
+            pytest.fail("".join(self._output_path(index).read_text()[-20_000:] for index in failed), pytrace=False)
 
     def summary(self) -> str:
         """The last lines that the processes have written."""
-        outputs = [self._output(index).read_text() for index in range(len(self._processes))]
+        outputs = [self._output_path(index).read_text() for index in range(len(self._processes))]
         return "; ".join(output.strip().rpartition("\n")[2] for output in outputs)
 
     def close(self) -> None:
@@ -143,13 +142,26 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
-    """Leave out the tests of modules that another process runs."""
-    claims = os.environ.get(CLAIMS_VARIABLE)
-    if claims is None:
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    """In a background process, run the tests that no other process has claimed. A claim is made one test ahead."""
+    directory = os.environ.get(CLAIMS_VARIABLE)
+    if directory is None:
         return None
-    link = Path(claims, hashlib.sha256(str(item.path).encode()).hexdigest())
-    own_pid = str(os.getpid())
-    with contextlib.suppress(FileExistsError):
-        link.symlink_to(own_pid)
-    return None if os.readlink(link) == own_pid else True  # noqa: PTH115 (the target is no path)
+    claimed_items = (item for item in session.items if _claim_test(Path(directory), item.nodeid))
+    item = next(claimed_items, None)
+    while item is not None:
+        next_item = next(claimed_items, None)
+        item.config.hook.pytest_runtest_protocol(item=item, nextitem=next_item)
+        if session.shouldstop:
+            raise session.Interrupted(session.shouldstop)
+        item = next_item
+    return True
+
+
+def _claim_test(directory: Path, node_id: str) -> bool:
+    """Whether this process is the first that claims the test."""
+    try:
+        (directory / hashlib.sha256(node_id.encode()).hexdigest()).touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
