@@ -30,9 +30,9 @@ def read_metadata(wheel: Path) -> tuple[Message, dict[str, bytes]]:
 def test_wheel_says_what_it_is(wheels, package):
     metadata, licenses = read_metadata(wheels[package])
     assert licenses["LICENSE"] == (ROOT / "LICENSE").read_bytes()
-    contains_library = package == "nanovllm-server"
-    assert any("markdown-it" in name for name in licenses) == contains_library
-    assert metadata["License-Expression"] == "Apache-2.0" + " AND MIT AND BSD-2-Clause" * contains_library
+    has_markdown_it = package == "nanovllm-server"
+    assert any("markdown-it" in name for name in licenses) == has_markdown_it
+    assert metadata["License-Expression"] == "Apache-2.0" + " AND MIT AND BSD-2-Clause" * has_markdown_it
     assert metadata["Author"] == "nanovllm contributors"
     assert metadata["Summary"]
     assert metadata["Keywords"]
@@ -54,7 +54,7 @@ def test_wheel_needs_a_compatible_version_of_its_siblings(wheels, package):
 @pytest.mark.slow
 @pytest.mark.starts
 def test_installation_begins(installed):
-    assert not installed.cancelled()
+    assert installed.running() or installed.exception() is None
 
 
 @pytest.mark.slow

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import corpora
 import pytest
-from ask import ask_all, questions
-from asking import WAYS, Client, Named
+from ask import ask_all, make_questions
+from asking import WAYS, Client, NamedSchema
 from compare_drafts import find_differences
-from tails import tail_of
+from tails import find_tail
 
 # One case per kind of problem: endless numbers, recursion, and refused schemas.
-SUITE = (
+SUITE_CASES = (
     "type: number type matches numbers",
     "contains: items + contains",
     "ref: root pointer ref",
@@ -30,10 +30,10 @@ def client(run_server, default_model):
 
 @pytest.fixture(scope="module")
 def outcomes(client):
-    suite = [Named("suite", case.name, case.schema) for case in corpora.load_suite() if case.name in SUITE]
-    assert len(suite) == len(SUITE)
-    tools = [Named("tools", case.name, case.schema) for case in corpora.load_tool_parameters()[::1200]]
-    return ask_all(client, questions([*suite, *tools], ["suite", "tools"], list(WAYS), None), 16)
+    suite = [NamedSchema("suite", case.name, case.schema) for case in corpora.load_suite() if case.name in SUITE_CASES]
+    assert len(suite) == len(SUITE_CASES)
+    tools = [NamedSchema("tools", case.name, case.schema) for case in corpora.load_tool_parameters()[:1]]
+    return ask_all(client, make_questions([*suite, *tools], ["suite", "tools"], list(WAYS), None), 16)
 
 
 def test_a_real_models_answers_are_valid_cut_off_or_refused(outcomes):
@@ -67,7 +67,7 @@ def test_difference_has_its_place_and_margin(client, outcomes):
 
 
 @pytest.mark.parametrize(
-    ("text", "tokens", "amid", "endless"),
+    ("text", "tokens", "part", "endless"),
     [
         ('{"a":' + " " * 12, [1], "whitespace", True),
         ('{"a": 1', [1], "number", False),
@@ -78,6 +78,6 @@ def test_difference_has_its_place_and_margin(client, outcomes):
         ("[" + '"x", ' * 200, [1] * 200, "array or object", False),
     ],
 )
-def test_the_tail_of_a_cut_answer_is_found(text, tokens, amid, endless):
-    tail = tail_of(text, tokens)
-    assert (tail.amid, tail.endless) == (amid, endless)
+def test_the_tail_of_a_cut_answer_is_found(text, tokens, part, endless):
+    tail = find_tail(text, tokens)
+    assert (tail.part, tail.endless) == (part, endless)

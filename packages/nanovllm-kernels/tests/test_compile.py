@@ -1,9 +1,10 @@
-"""Tests that every kernel compiles for Hopper without a GPU, and fits its shared memory."""
+"""Tests that every kernel compiles for Hopper without a GPU, and fits the shared memory of a multiprocessor."""
 
 import importlib.util
 import itertools
 import os
 import re
+from collections import defaultdict
 
 import pytest
 
@@ -28,9 +29,9 @@ SAMPLING = (
     | dict.fromkeys(["seeds_ptr", "positions_ptr"], INT64)
 )
 PENALTIES = dict.fromkeys(["repetition_ptr", "presence_ptr", "frequency_ptr", "out_ptr"], FLOAT) | dict.fromkeys(
-    ["rows_ptr", "counts_ptr"], INT32
+    ["table_rows_ptr", "counts_ptr"], INT32
 )
-BIAS = dict.fromkeys(["rows_ptr", "ids_ptr", "until_ptr"], INT32) | {
+BIAS = dict.fromkeys(["table_rows_ptr", "ids_ptr", "until_ptr"], INT32) | {
     "out_ptr": FLOAT,
     "values_ptr": FLOAT,
     "positions_ptr": INT64,
@@ -201,7 +202,7 @@ KERNELS = [
         "sampling.triton_adjust",
         "_apply_masks",
         4,
-        {"out_ptr": FLOAT, "mask_rows_ptr": INT32, "masks_ptr": INT32},
+        {"out_ptr": FLOAT, "logits_rows_ptr": INT32, "masks_ptr": INT32},
         {"MIN_ALLOWED_LOGIT": -1e30, "BLOCK": 2048},
     ),
     (
@@ -209,7 +210,7 @@ KERNELS = [
         "_forbid_sequences",
         4,
         {"out_ptr": FLOAT}
-        | dict.fromkeys(["rows_ptr", "positions_ptr", "tokens_ptr"], INT32)
+        | dict.fromkeys(["table_rows_ptr", "positions_ptr", "tokens_ptr"], INT32)
         | dict.fromkeys(["num_prompt_ptr", "sequences_ptr"], INT32),
         {"LENGTH": 16, "BLOCK": 128},
     ),
@@ -229,7 +230,10 @@ KERNELS = [
 
 
 def compile_kernel(kernel, types, constants, num_warps, num_stages=3, multiples=(), **options):
-    """Compile for Hopper. multiples: arguments besides strides that are multiples of 16. options: of the launch."""
+    """Compile for Hopper.
+
+    multiples: names of further arguments that, like strides, are multiples of 16. options: launch options.
+    """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -252,7 +256,7 @@ def compile_kernel(kernel, types, constants, num_warps, num_stages=3, multiples=
 
 
 def check_conversions(sass):
-    """Assert that conversions to FP8 write whole words, and that no conversion has a constant operand.
+    """Assert that each conversion to FP8 merges into a written word, and that no conversion has a constant operand.
 
     The assembler miscompiles values that it knows to be equal or zero, see `moe.triton_matvec`.
     """
@@ -274,10 +278,23 @@ def test_kernel_compiles(module, name, num_warps, types, constants):
     assert compiled.metadata.shared <= SHARED_MEMORY
 
 
-def attention_constants(config, head_dim, group):
+def test_argument_types_name_arguments_of_kernels():
+    """A type under an outdated name would have no effect: the argument would compile as a bf16 pointer."""
+    import importlib
+
+    type_names, argument_names = defaultdict(set), defaultdict(set)
+    for module, name, _, types, _ in KERNELS:
+        package = module.partition(".")[0]
+        type_names[package].update(types)
+        argument_names[package].update(vars(importlib.import_module(f"nanovllm_kernels.{module}"))[name].arg_names)
+    unused_names = {package: names - argument_names[package] for package, names in type_names.items()}
+    assert not any(unused_names.values()), unused_names
+
+
+def attention_constants(config, head_dim, group_size):
     return {
         "NUM_KV_HEADS": 8,
-        "GROUP_SIZE": group,
+        "GROUP_SIZE": group_size,
         "HEAD_DIM": head_dim,
         "PADDED_DIM": 1 << (head_dim - 1).bit_length(),
         "PAGE_SIZE": 16,
@@ -302,32 +319,32 @@ HEAD_DIMS = (64, 80, 128, 256)
 ATTENTION_CASES = [*itertools.product(HEAD_DIMS, (False, True), (BFLOAT,), (BFLOAT, FP8))]
 # Float32 kernels take longest to compile and are rarely used: cover pairs of values, not all combinations.
 ATTENTION_CASES += [
-    (head_dim, (index % 2 == 0) == (cached == FLOAT), FLOAT, cached)
+    (head_dim, (index % 2 == 0) == (cache_type == FLOAT), FLOAT, cache_type)
     for index, head_dim in enumerate(HEAD_DIMS)
-    for cached in (FLOAT, FP8)
+    for cache_type in (FLOAT, FP8)
 ]
 
 
-@pytest.mark.parametrize(("head_dim", "wide", "dtype", "cached"), ATTENTION_CASES)
-def test_attention_fits_registers_and_shared_memory(head_dim, wide, dtype, cached):
+@pytest.mark.parametrize(("head_dim", "wide", "dtype", "cache_type"), ATTENTION_CASES)
+def test_attention_fits_shared_memory_and_has_expected_instructions(head_dim, wide, dtype, cache_type):
     from nanovllm_kernels.attention.gqa import triton_gqa
     from nanovllm_kernels.attention.plan import tile_configs
 
-    group = 4
+    group_size = 4
     sizes = {FLOAT: 4, BFLOAT: 2, FP8: 1}
     config = tile_configs.gqa_tile_config(
-        head_dim, tile_configs.tile_element_bytes(sizes[dtype], sizes[cached]), group, many_queries=wide
+        head_dim, tile_configs.tile_element_bytes(sizes[dtype], sizes[cache_type]), group_size, many_queries=wide
     )
     types = LENGTHS | WORK_LIST | {"scale_log2": "fp32"}
-    types |= {"q_ptr": dtype, "kv_ptr": cached, "scales_ptr": BYTES}
+    types |= {"q_ptr": dtype, "kv_ptr": cache_type, "scales_ptr": BYTES}
     types |= {"out_ptr": dtype, "partial_out_ptr": FLOAT, "partial_lse_ptr": FLOAT}
-    constants = attention_constants(config, head_dim, group) | {"QUANTIZED": cached == FP8, "OVERLAP": True}
-    constants |= {"BLOCK_Q": config.block_m // group, "UNMASKED_LOOP": wide}
+    constants = attention_constants(config, head_dim, group_size) | {"QUANTIZED": cache_type == FP8, "OVERLAP": True}
+    constants |= {"BLOCK_Q": config.block_m // group_size, "UNMASKED_LOOP": wide}
     compiled = compile_tile(triton_gqa._attend, types, constants, config)
     if dtype == BFLOAT:
         assert ("wgmma.mma_async" if wide else "mma.sync") in compiled.asm["ptx"]
         assert "cp.async" in compiled.asm["ptx"]
-    if (dtype, cached) == (BFLOAT, FP8):
+    if (dtype, cache_type) == (BFLOAT, FP8):
         # The hardware converts two values with one instruction.
         assert "cvt.rn.f16x2.e4m3x2" in compiled.asm["ptx"]
 
@@ -337,24 +354,24 @@ LATENTS = {"LATENT_DIM": 512, "PADDED_LATENT_DIM": 512, "ROPE_DIM": 64, "PADDED_
 
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize(
-    ("num_heads", "dtype", "cached"),
+    ("num_heads", "dtype", "cache_type"),
     [(16, BFLOAT, BFLOAT), (128, BFLOAT, BFLOAT), (16, BFLOAT, FP8), (128, BFLOAT, FP8), (16, FLOAT, FLOAT)],
 )
-def test_latent_attention_compiles(num_heads, wide, dtype, cached):
+def test_latent_attention_compiles(num_heads, wide, dtype, cache_type):
     from nanovllm_kernels.attention.mla import triton_absorbed
     from nanovllm_kernels.attention.plan import tile_configs
 
     sizes = {FLOAT: 4, BFLOAT: 2, FP8: 1}
     config = tile_configs.latent_tile_config(
-        num_heads, tile_configs.tile_element_bytes(sizes[dtype], sizes[cached]), many_queries=wide
+        num_heads, tile_configs.tile_element_bytes(sizes[dtype], sizes[cache_type]), many_queries=wide
     )
     tile_heads = tile_configs.latent_tile_heads(num_heads, config)
     types = LENGTHS | WORK_LIST | {"scale_log2": "fp32"}
-    types |= {"q_latent_ptr": dtype, "q_rope_ptr": dtype, "kv_ptr": cached, "scales_ptr": BYTES}
+    types |= {"q_latent_ptr": dtype, "q_rope_ptr": dtype, "kv_ptr": cache_type, "scales_ptr": BYTES}
     types |= {"out_ptr": dtype, "partial_out_ptr": FLOAT, "partial_lse_ptr": FLOAT}
     constants = LATENTS | {"NUM_HEADS": num_heads, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n}
     constants |= {"TILE_HEADS": tile_heads, "BLOCK_Q": config.block_m // tile_heads, "OVERLAP": True}
-    constants["QUANTIZED"] = cached == FP8
+    constants["QUANTIZED"] = cache_type == FP8
     compiled = compile_tile(triton_absorbed._attend_latents, types, constants, config)
     if dtype == BFLOAT:
         assert ("mma.sync" if config.block_m < 64 else "wgmma.mma_async") in compiled.asm["ptx"]
@@ -391,19 +408,19 @@ def test_head_projections_compile(dtype, size, depth, columns, is_transposed):
     assert dtype == FLOAT or "wgmma.mma_async" in compiled.asm["ptx"]
 
 
-@pytest.mark.parametrize("cached", [BFLOAT, FP8])
-def test_latent_rope_and_cache_compiles(cached):
+@pytest.mark.parametrize("cache_type", [BFLOAT, FP8])
+def test_latent_rope_and_cache_compiles(cache_type):
     from nanovllm_kernels.attention.mla import triton_expanded
     from nanovllm_kernels.elementwise import triton_latent
 
-    types = LENGTHS | {"kv_ptr": cached, "scales_ptr": BYTES}
-    constants = {"WIDTH": 576, "PADDED_WIDTH": 1024, "PAGE_SIZE": 64, "QUANTIZED": cached == FP8}
+    types = LENGTHS | {"kv_ptr": cache_type, "scales_ptr": BYTES}
+    constants = {"WIDTH": 576, "PADDED_WIDTH": 1024, "PAGE_SIZE": 64, "QUANTIZED": cache_type == FP8}
     compile_kernel(triton_expanded._gather_latents, types, constants, num_warps=2)
     constants = {"NUM_HEADS": 16, "HEAD_DIM": 192, "ROPE_DIM": 64, "PADDED_HEADS": 16, "PADDED_ROPE_DIM": 64}
     compile_kernel(triton_expanded._copy_k_rope_to_heads, {}, constants, num_warps=4)
-    types = ROPE | {"kv_cache_ptr": cached, "kv_scales_ptr": BYTES}
+    types = ROPE | {"kv_cache_ptr": cache_type, "kv_scales_ptr": BYTES}
     constants = {"NUM_HEADS": 16, "HEAD_DIM": 192, "LATENT": 512, "PADDED_LATENT": 512, "HALF": 32, "PADDED_HALF": 32}
-    constants |= {"HEADS_PER_PROGRAM": 16, "QUANTIZE": cached == FP8, "OVERLAP": True}
+    constants |= {"HEADS_PER_PROGRAM": 16, "QUANTIZE": cache_type == FP8, "OVERLAP": True}
     compile_kernel(triton_latent._latent_rope_and_cache, types, constants, num_warps=2)
 
 
@@ -549,9 +566,9 @@ def test_work_list_planning_compiles():
 
 @pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="needs the extra cutedsl")
 @pytest.mark.parametrize(
-    ("head_dim", "group", "queries", "page_size", "dtype"),
+    ("head_dim", "group_size", "queries", "page_size", "dtype"),
     [
-        # Every pair of values of head_dim, page_size and dtype. Tests on a GPU run more combinations.
+        # Covers every pair of values of head_dim, page_size and dtype. Tests on a GPU run more combinations.
         *(
             (64, 1, 1, 16, "BFloat16"),
             (64, 8, 1, 32, "Float16"),
@@ -563,36 +580,43 @@ def test_work_list_planning_compiles():
         *((256, 1, 1, 16, "BFloat16"), (256, 8, 1, 32, "Float16"), (256, 16, 1, 64, "BFloat16")),
     ],
 )
-def test_cute_decode_fits_shared_memory(head_dim, group, queries, page_size, dtype, tmp_path):
+def test_cute_decode_fits_shared_memory(head_dim, group_size, queries, page_size, dtype, tmp_path):
     """queries: queries per tile, more than 1 with drafts."""
-    ptx = compile_cute(head_dim, group, queries, page_size, dtype, dtype, tmp_path)
+    ptx = compile_cute(head_dim, group_size, queries, page_size, dtype, dtype, tmp_path)
     assert f"mma.sync.aligned.m16n8k16.row.col.f32.{'bf16' if dtype == 'BFloat16' else 'f16'}" in ptx
 
 
 @pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="needs the extra cutedsl")
 @pytest.mark.parametrize(
-    ("head_dim", "group", "queries", "page_size", "dtype"),
+    ("head_dim", "group_size", "queries", "page_size", "dtype"),
     [
-        # Every pair of values of head_dim, page_size and dtype.
+        # Covers every pair of values of head_dim, page_size and dtype.
         *((128, 1, 1, 16, "BFloat16"), (128, 8, 1, 64, "Float16"), (128, 4, 2, 16, "BFloat16")),
         *((256, 1, 1, 16, "Float16"), (256, 8, 1, 64, "BFloat16")),
     ],
 )
-def test_cute_decode_of_fp8_cache_compiles(head_dim, group, queries, page_size, dtype, tmp_path):
-    ptx = compile_cute(head_dim, group, queries, page_size, dtype, "Uint8", tmp_path)
+def test_cute_decode_of_fp8_cache_compiles(head_dim, group_size, queries, page_size, dtype, tmp_path):
+    ptx = compile_cute(head_dim, group_size, queries, page_size, dtype, "Uint8", tmp_path)
     assert "mma.sync.aligned.m16n8k16.row.col.f32.f16" in ptx
     assert "cvt.rn.f16x2.e4m3x2" in ptx
 
 
-def compile_cute(head_dim, group, queries, page_size, dtype, cached, tmp_path):
+def compile_cute(head_dim, group_size, queries, page_size, dtype, cache_type, tmp_path):
     import cutlass
 
     from nanovllm_kernels.attention.gqa import cute_decode
     from nanovllm_kernels.attention.gqa.cute_tile import DecodeShape
 
-    ring = cute_decode.FP8_RING_SIZES[head_dim] if cached == "Uint8" else cute_decode.RING_SIZES[head_dim]
+    ring = cute_decode.FP8_RING_SIZES[head_dim] if cache_type == "Uint8" else cute_decode.RING_SIZES[head_dim]
     shape = DecodeShape(
-        getattr(cutlass, dtype), getattr(cutlass, cached), head_dim, group, queries > 1, queries, page_size, *ring
+        getattr(cutlass, dtype),
+        getattr(cutlass, cache_type),
+        head_dim,
+        group_size,
+        queries > 1,
+        queries,
+        page_size,
+        *ring,
     )
     # Shared memory holds rings, barriers, and the statistics and addresses of rows. Sizes are rounded up. The system
     # reserves the first KiB.
@@ -625,10 +649,10 @@ def test_route_compiles(groups, shared):
     sizes = {"NUM_GROUPS": num_groups, "GROUP_SIZE": 256 // num_groups, "PADDED_GROUPS": num_groups}
     sizes |= {"PADDED_SIZE": 256 // num_groups, "TOP_GROUPS": top_groups, "TOP_K": 8}
     sizes |= {"SLOTS": 8, "PADDED_SLOTS": 8} if shared == "none" else {"SLOTS": 9, "PADDED_SLOTS": 16}
-    kinds = {"SIGMOID": num_groups > 1, "BIAS": num_groups > 1, "RENORMALIZE": True, "OVERLAP": True}
-    kinds["GATED"] = shared == "gated"
+    flags = {"SIGMOID": num_groups > 1, "BIAS": num_groups > 1, "RENORMALIZE": True, "OVERLAP": True}
+    flags["GATED"] = shared == "gated"
     types = ROUTED | {"logits_ptr": FLOAT, "bias_ptr": FLOAT, "scale": "fp32"}
-    compile_kernel(triton_route._route, types, sizes | kinds | {"SCORE_SUM_EPS": 1e-20}, num_warps=1)
+    compile_kernel(triton_route._route, types, sizes | flags | {"SCORE_SUM_EPS": 1e-20}, num_warps=1)
 
 
 @pytest.mark.parametrize(
@@ -692,13 +716,13 @@ def test_experts_for_one_token_avoid_miscompiled_loads(num_ranks, name, columns,
     ptx = compiled.asm["ptx"]
     # Loads have sixteen elements.
     assert "ld.global.v4.b32" in ptx
-    # Memory that the previous kernel reads or writes is not accessed before it has ended.
+    # Memory that the previous kernel reads or writes is not accessed before that kernel has ended.
     assert not re.search(r"(ld|st|prefetch)\.global", ptx[: ptx.index("griddepcontrol.wait")])
     # The kernel has no exact division, which would contain branches.
     assert "div.rn.f32" not in ptx
     # No load is masked out at compile time, because the assembler miscompiles known zeros.
     assert not re.search(r"mov\.pred\s+%p\d+, 0;", ptx)
-    # The code converts to FP8, so `check_conversions` has checked these conversions.
+    # Make sure that `check_conversions` had conversions to FP8 to check.
     assert "E4M3.F32.PACK_AB_MERGE_C" in compiled.asm["sass"]
 
 
@@ -747,7 +771,7 @@ def test_specialized_experts_do_not_spill(gated, hidden_size, width):
     assert compiled.metadata.shared <= SHARED_MEMORY
     assert "div.rn.f32" not in compiled.asm["ptx"]
     sass = compiled.asm["sass"]
-    # Sums stay in registers, each half of the rows has one product, and each store has sixteen bytes.
+    # Sums stay in registers. The code has one product per half of the rows. Each store writes sixteen bytes.
     assert not re.search(r"\b(STL|LDL)\b", sass)
     assert len(re.findall(r"\bQGMMA\b", sass)) == 2 * kernels.STEP_DEPTH // 32
     assert "UTMALDG" in sass
@@ -767,8 +791,8 @@ def test_specialized_latent_attention_does_not_spill(page_size):
     compiled = compile_kernel(kernels._attend_parts, types, constants, num_warps=4, **options)
     assert compiled.metadata.shared <= SHARED_MEMORY
     sass = compiled.asm["sass"]
-    # Results stay in registers, and each product occurs once in the code. Only the copying warp, which waits for
-    # memory anyway, spills some addresses of small pages.
+    # Results stay in registers, and each product occurs once in the code. If pages are small, the
+    # copying warp spills some addresses. This warp waits for memory anyway.
     spills = [match.start() for match in re.finditer(r"\b(STL|LDL)\b", sass)]
     assert len(spills) < (64 if page_size == 16 else 1)
     assert "HGMMA" not in sass[min(spills, default=0) : max(spills, default=0)]

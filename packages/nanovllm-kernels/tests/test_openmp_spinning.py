@@ -10,8 +10,8 @@ import pytest
 
 from nanovllm_kernels import openmp_spinning
 
-# Runs in a separate process, because OpenMP reads its environment once. The CPU time used while the program
-# sleeps after a parallel region is the time that its threads spin.
+# This program runs in a separate process, because OpenMP reads its environment once. The program sleeps after a
+# parallel region: the CPU time used meanwhile is the time that its threads spin.
 MEASURE = """
 import time, torch
 from nanovllm_kernels.openmp_spinning import ShortSpins, can_shorten_spins
@@ -31,24 +31,25 @@ def spun():
 before = spun()
 with ShortSpins():
     during = spun()
+after = spun()
 # Other busy processes make some measurements of long spins too short, and some of short spins too long.
-print(before[-1], during[len(during) // 2], spun()[-1])
+print(before[-1], during[10], after[-1], before[10], after[10])
 """
-# Starts a busy process per core while this process is idle.
+# This program starts one busy process per core, and is idle itself.
 WATCH = """
 import subprocess, sys, time
 from nanovllm_kernels.openmp_spinning import SpinControl
 
 spins = SpinControl()
-neighbours = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(NEIGHBOURS)]
+busy_processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(NUM_BUSY_PROCESSES)]
 try:
     end = time.monotonic() + 20
     while not spins.is_short and time.monotonic() < end:
         time.sleep(0.05)
     assert spins.is_short
 finally:
-    for neighbour in neighbours:
-        neighbour.kill()
+    for process in busy_processes:
+        process.kill()
 spins.close()
 """
 needs_openmp = pytest.mark.skipif(
@@ -58,7 +59,10 @@ needs_openmp = pytest.mark.skipif(
 
 
 def measure(**environment: str) -> list[float]:
-    """Return CPU seconds of spins: the longest before, the median while they are short, and the longest after."""
+    """Return CPU seconds of spins.
+
+    These are the longest before, the median while spins are short, the longest after, and the medians before and after.
+    """
     kept = {name: value for name, value in os.environ.items() if name not in openmp_spinning.WAIT_POLICY_VARIABLES}
     expected = str(not environment)
     done = subprocess.run(
@@ -74,7 +78,7 @@ def measure(**environment: str) -> list[float]:
 
 @needs_openmp
 def test_short_spins_use_less_cpu_time():
-    before, during, after = measure()
+    before, during, after, *_ = measure()
     assert during < before / 5
     assert during < after / 5
 
@@ -83,12 +87,13 @@ def test_short_spins_use_less_cpu_time():
 @pytest.mark.measures
 @pytest.mark.parametrize(("name", "value"), [("OMP_WAIT_POLICY", "passive"), ("GOMP_SPINCOUNT", "100")])
 def test_wait_policy_of_the_user_is_kept(name, value):
-    assert max(measure(**{name: value})) < 0.001
+    _, during, _, before, after = measure(**{name: value})
+    assert max(before, during, after) < 0.001
 
 
 @pytest.fixture
 def control(monkeypatch):
-    """Return a `SpinControl` for two threads on two cores that takes no samples, and the list of its changes."""
+    """Return a `SpinControl` that takes no samples, for two threads on two cores, and the list of its changes."""
     changes = []
 
     class Recorded:
@@ -148,7 +153,7 @@ def test_use_of_the_cores_is_watched_without_any_step(control, monkeypatch):
 @needs_openmp
 def test_spins_become_short_soon_after_other_processes_begin():
     """Spins become short even before the first step. Otherwise each barrier of the first request would be slow."""
-    code = WATCH.replace("NEIGHBOURS", str(len(os.sched_getaffinity(0))))
+    code = WATCH.replace("NUM_BUSY_PROCESSES", str(len(os.sched_getaffinity(0))))
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 

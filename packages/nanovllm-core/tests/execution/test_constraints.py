@@ -1,4 +1,4 @@
-"""Tests when a step must wait for the tokens of the previous step, because of grammars or budgets."""
+"""Tests in which cases grammars or budgets make a step wait for the tokens of the previous step."""
 
 import numpy as np
 import torch
@@ -14,10 +14,10 @@ from nanovllm_core.execution.row_constraint import GrammarFailure
 def test_sending_masks_removes_masks_of_the_earlier_step():
     """A captured sampling graph reads the masks of all rows, so masks of an earlier step must not remain."""
     buffer = MaskBuffer(4, 2, torch.device("cpu"))
-    for which in ([2, 0, 3], [1]):
-        assert (buffer.new_masks(len(which)) == -1).all()
-        buffer.send(which)
-    assert buffer.first_masks(4).rows.tolist() == [1, -1, -1, -1]
+    for sample_indices in ([2, 0, 3], [1]):
+        assert (buffer.new_masks(len(sample_indices)) == -1).all()
+        buffer.send(sample_indices)
+    assert buffer.first_masks(4).sample_indices.tolist() == [1, -1, -1, -1]
 
 
 def test_step_waits_only_if_a_mask_depends_on_the_previous_step():
@@ -37,9 +37,9 @@ def test_step_waits_only_if_a_mask_depends_on_the_previous_step():
     assert must_wait
     assert [step.num_waits for step in steps] == [0, 0]
     # Row 0 has sampled token 7, which begins the end sequence. So the budget forces token 68.
-    which, bits = constraints.fill_masks(np.arange(3))
+    sample_indices, bits = constraints.fill_masks(np.arange(3))
     assert [step.num_waits for step in steps] == [1, 1]
-    assert which.tolist() == [1]
+    assert sample_indices.tolist() == [1]
     assert allowed_tokens(bits) == [[68]]
     step = ScriptedStepHandle([1, 68, 1])
     constraints.end_step(step)
@@ -56,8 +56,8 @@ def test_allowed_ids_need_a_mask_but_no_wait():
     assert constraints.begin_step(make_plan([0, 2], [make_new_row(0), new]))
     steps = []
     for _ in range(3):
-        which, bits = constraints.fill_masks(np.arange(2))
-        assert which.tolist() == [1]
+        sample_indices, bits = constraints.fill_masks(np.arange(2))
+        assert sample_indices.tolist() == [1]
         assert allowed_tokens(bits) == [[0, 31, 32, 69]]
         step = ScriptedStepHandle([1, 31])
         constraints.end_step(step)
@@ -78,15 +78,15 @@ def test_skipped_and_reassigned_rows_are_not_advanced():
         make_plan([0, 1], [make_new_row(0, reasoning_budget=budget), make_new_row(1)], [False, True])
     )
     assert constraints.begin_step(make_plan([1, 0]))
-    which, bits = constraints.fill_masks(np.arange(2))
-    assert (which.tolist(), allowed_tokens(bits)) == ([1], [[9]])
+    sample_indices, bits = constraints.fill_masks(np.arange(2))
+    assert (sample_indices.tolist(), allowed_tokens(bits)) == ([1], [[9]])
     step = ScriptedStepHandle([4, 9])
     constraints.end_step(step)
     step.is_finished = True
     # The request of row 0 has ended meanwhile, and a new request has the row.
     assert constraints.begin_step(make_plan([1, 0], [make_new_row(0, reasoning_budget=ReasoningBudget(0, (10,)))]))
-    which, bits = constraints.fill_masks(np.arange(2))
-    assert (which.tolist(), allowed_tokens(bits)) == ([1], [[10]])
+    sample_indices, bits = constraints.fill_masks(np.arange(2))
+    assert (sample_indices.tolist(), allowed_tokens(bits)) == ([1], [[10]])
     assert not constraints.begin_step(make_plan([1], [make_new_row(0)]))
 
 
@@ -100,9 +100,9 @@ def test_grammars_advance_in_one_call_and_a_failing_grammar_fails_only_its_row()
     ]
     assert constraints.begin_step(make_plan(rows, new_rows))
     for step, masked_rows in enumerate([[0, 2, 3], [0, 2, 3], [0, 2, 3], [0, 3]]):
-        which, bits = constraints.fill_masks(np.arange(4))
-        assert which[which >= 0].tolist() == masked_rows
-        assert allowed_tokens(bits[which >= 0]) == [[step]] * len(masked_rows)
+        sample_indices, bits = constraints.fill_masks(np.arange(4))
+        assert sample_indices[sample_indices >= 0].tolist() == masked_rows
+        assert allowed_tokens(bits[sample_indices >= 0]) == [[step]] * len(masked_rows)
         # Steps after the failure match each row in a separate call.
         assert calls == [3] * min(2 * step + 1, 6)
         constraints.end_step(ScriptedStepHandle([7, 7, 7, 7]))

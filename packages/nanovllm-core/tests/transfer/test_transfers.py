@@ -7,6 +7,7 @@ import logging
 import os
 import random
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
@@ -44,7 +45,7 @@ pytestmark = pytest.mark.background
 
 CONFIG = EngineConfig(device="cpu", num_blocks=60, max_num_seqs=4, kv_offload_gib=0.01)
 PROMPT_LEN, ANSWER_LEN, BLOCK_SIZE = 100, 6, 16
-FETCHED = PROMPT_LEN // BLOCK_SIZE * BLOCK_SIZE  # tokens of a prompt that a fetch brings
+FETCHED_TOKENS = PROMPT_LEN // BLOCK_SIZE * BLOCK_SIZE  # tokens of a prompt that a fetch brings
 MAX_WAIT_S = 20.0
 SLOW_PROMPT_S = 10.0
 CARRIERS = ["shm", "tcp", "nixl"] if sys.platform == "linux" else ["tcp"]
@@ -140,7 +141,7 @@ async def start_pair(
 
 @pytest.mark.parametrize("carrier", CARRIERS)
 @pytest.mark.parametrize(
-    ("make_spec", "settings", "make_answer"),
+    ("make_spec", "settings", "make_oracle"),
     [
         (toy_model.toy_spec, {}, None),
         (toy_model.toy_spec, {"kv_cache_dtype": "fp8"}, lambda: toy_model.make_oracle(fp8_cache=True)),
@@ -150,16 +151,16 @@ async def start_pair(
     ids=["attention", "FP8 cache", "recurrent", "draft model"],
 )
 async def test_a_fetched_prompt_has_the_answer_of_a_computed_prompt(
-    carrier, make_spec, settings, make_answer, secret, oracle
+    carrier, make_spec, settings, make_oracle, secret, oracle
 ):
-    answer = oracle if make_answer is None else make_answer()
-    num_prompts, fetched = 3, FETCHED // 64 * 64 if make_spec is recurrent_spec else FETCHED
+    answer = oracle if make_oracle is None else make_oracle()
+    num_prompts, fetched_tokens = 3, FETCHED_TOKENS // 64 * 64 if make_spec is recurrent_spec else FETCHED_TOKENS
     async with start_pair(secret, make_spec(), transfer_carrier=carrier, **settings) as (prefill, engine):
         prompts = [make_prompt(seed) for seed in range(num_prompts)]
         answers = await asyncio.gather(*(generate(engine, prompt) for prompt in prompts))
         assert answers == [answer(prompt, ANSWER_LEN) for prompt in prompts]
         assert outcomes_of(engine) == {"fetched": num_prompts}
-        assert engine.stats.fetched_tokens == num_prompts * fetched == dict(engine.stats.loaded_tokens)["host"]
+        assert engine.stats.fetched_tokens == num_prompts * fetched_tokens == dict(engine.stats.loaded_tokens)["host"]
         await check_idle(prefill, engine)
         # The prefill engine has computed the prompts, and has served their whole blocks.
         assert prefill.stats.served_bytes == engine.stats.fetched_bytes > 0
@@ -170,7 +171,7 @@ async def test_idle_engines_with_nixl_take_no_processor_time(secret, oracle):
     async with start_pair(secret, transfer_carrier="nixl") as (prefill, engine):
         assert await generate(engine, make_prompt(0)) == oracle(make_prompt(0), ANSWER_LEN)
         await check_idle(prefill, engine)
-        await wait_until(lambda: not prefill._loop._transfers.server._is_progressing)
+        await wait_until(lambda: not prefill._loop._transfers.server._is_serving_reads)
         begin_s = time.process_time()
         await asyncio.sleep(0.5)
         assert time.process_time() - begin_s < 0.4  # a busy thread per engine would take 1 s
@@ -182,7 +183,7 @@ async def test_a_request_can_name_the_engine_that_has_computed_its_prompt(secret
         peer = prefill.info.transfer_address
         await generate(prefill, prompt, 1)
         assert await generate(engine, prompt, prefix_peer=peer) == oracle(prompt, ANSWER_LEN)
-        assert engine.stats.fetched_tokens == FETCHED
+        assert engine.stats.fetched_tokens == FETCHED_TOKENS
         # The peer has not computed this prompt, and is not asked to.
         assert await generate(engine, other, prefix_peer=peer) == oracle(other, ANSWER_LEN)
         assert outcomes_of(engine) == {"fetched": 1, "nothing": 1}
@@ -208,7 +209,7 @@ async def test_different_salts_share_no_blocks(secret, oracle):
         for salt in ("a", "b"):
             assert await generate(engine, prompt, cache_salt=salt) == oracle(prompt, ANSWER_LEN)
         assert prefill.stats.num_cached_prompt_tokens == 0
-        assert engine.stats.fetched_tokens == 2 * FETCHED
+        assert engine.stats.fetched_tokens == 2 * FETCHED_TOKENS
 
 
 async def test_prompts_that_are_faster_to_compute_are_not_fetched(secret, oracle, monkeypatch):
@@ -233,9 +234,10 @@ async def test_the_decode_engine_computes_if_the_peer_is_down(secret, oracle, mo
         await wait_until(lambda: not peer_of(engine).is_ready)
         assert await generate(engine, prompts[1]) == oracle(prompts[1], ANSWER_LEN)
         assert outcomes_of(engine) == {"lost": 1, "peer_down": 1}
-        # The first prompt waited for 2 s and was then computed. `fetch_s` covers both: the wait alone would seem short.
+        # The first prompt waited for 2 s and was then computed. `fetch_s` covers both: the wait alone would make the
+        # fetch seem fast.
         ((num_tokens, fetch_s, compute_s),) = observed
-        assert (num_tokens, compute_s) == (FETCHED, SLOW_PROMPT_S)
+        assert (num_tokens, compute_s) == (FETCHED_TOKENS, SLOW_PROMPT_S)
         assert fetch_s > 1.5 + SLOW_PROMPT_S
         await check_idle(engine)
 
@@ -290,22 +292,22 @@ async def test_engines_that_differ_are_refused_with_the_reason(secret, oracle, c
 async def test_corrupted_blocks_are_computed(carrier, secret, oracle, monkeypatch):
     calls = 0
 
-    def miscount(slots):
+    def corrupt_every_second_call(slots):
         nonlocal calls
         calls += 1
         return [checksum ^ (calls % 2) for checksum in original(slots)]
 
     original = prefix_server._checksums_of
-    monkeypatch.setattr(prefix_server, "_checksums_of", miscount)
+    monkeypatch.setattr(prefix_server, "_checksums_of", corrupt_every_second_call)
     async with start_pair(secret, transfer_carrier=carrier, max_num_batched_tokens=40) as (prefill, engine):
         for seed in range(6):
             assert await generate(engine, make_prompt(seed)) == oracle(make_prompt(seed), ANSWER_LEN)
         assert set(outcomes_of(engine)) <= {"fetched", "partly", "nothing"}
-        assert engine.stats.fetched_tokens < 6 * FETCHED
+        assert engine.stats.fetched_tokens < 6 * FETCHED_TOKENS
         await check_idle(prefill, engine)
 
 
-async def test_a_stopped_peer_delays_no_answer_for_long(secret, oracle, monkeypatch):
+async def test_a_silent_peer_delays_no_answer_for_long(secret, oracle, monkeypatch):
     async with start_pair(secret) as (prefill, engine):
         monkeypatch.setattr(prefix_server.PrefixServer, "_send", lambda *_, **__: None)
         begin_s = time.monotonic()
@@ -337,12 +339,12 @@ async def test_leases_end_without_their_client(secret, monkeypatch):
 
 
 async def test_no_entry_is_sent_whose_lease_ended_before_its_checksum_was_computed(secret, oracle, monkeypatch):
-    """After the lease, the slot may have the contents of another block. Their checksum would be right."""
+    """After the lease, the slot may hold another block. Its checksum would fit, so the client would accept it."""
     original = prefix_server._checksums_of
 
     def overwrite(slots):
         server = prefill._loop._transfers.server
-        # As if the server's process had been stopped for longer than the lease.
+        # Simulate a server process that was suspended for longer than the lease.
         for lease in server._lease_by_number.values():
             lease.expiry_s = 0.0
         time.sleep(prefix_server.LEASE_S / 2)
@@ -423,7 +425,9 @@ async def test_invalid_prompts_of_other_engines_are_not_computed(tokens, secret,
     fetch = Fetch(1, [(EntryKind.BLOCK, bytes(32))], np.array(tokens, np.int32).tobytes(), "", 0, "tcp")
     async with start_pair(secret) as (prefill, engine):
         transfers = prefill._loop._transfers
-        transfers._run_on_engine_thread(lambda: transfers._leases.open(10**6, fetch))
+        opened = threading.Event()
+        transfers._run_on_engine_thread(lambda: (transfers._leases.open(10**6, fetch), opened.set()))
+        await wait_until(opened.is_set)
         await check_idle(prefill)
         assert prefill.stats.num_steps == 0
         assert await generate(engine, make_prompt(0)) == oracle(make_prompt(0), ANSWER_LEN)
@@ -446,7 +450,7 @@ async def test_a_prompt_that_exceeds_the_host_memory_is_computed(secret, oracle)
         assert outcomes_of(engine) == {"no_space": 1}
 
 
-async def test_a_prefill_engine_with_little_host_memory_serves_long_prompts(secret, oracle, monkeypatch):
+async def test_prompts_larger_than_the_limit_of_held_bytes_are_served(secret, oracle, monkeypatch):
     monkeypatch.setattr(leases, "MAX_HELD_BYTES", 8192)
     async with start_pair(secret) as (prefill, engine):
         assert await generate(engine, make_prompt(0, 200)) == oracle(make_prompt(0, 200), ANSWER_LEN)
@@ -500,8 +504,8 @@ async def test_the_trace_has_a_span_for_each_fetch(secret, tmp_path):
     events = [json.loads(line.rstrip(",")) for line in (tmp_path / "trace.json").read_text().splitlines()[1:]]
     (fetch,) = [event for event in events if event["ph"] == "X" and event["tid"] == TRACK_IDS["fetch"]]
     assert fetch["name"].endswith(f": {FetchOutcome.FETCHED}")
-    assert fetch["args"]["tokens"] == FETCHED
-    assert fetch["args"]["arrived"] == fetch["args"]["entries"] == FETCHED // BLOCK_SIZE
+    assert fetch["args"]["tokens"] == FETCHED_TOKENS
+    assert fetch["args"]["arrived"] == fetch["args"]["entries"] == FETCHED_TOKENS // BLOCK_SIZE
     assert 0 < fetch["args"]["peer_us"] <= fetch["dur"]
 
 

@@ -37,7 +37,7 @@ FONTS_CONFIG = """<?xml version="1.0"?>
 <fontconfig><dir>{fonts}</dir><cachedir>{cache}</cachedir></fontconfig>
 """
 KEYS = {"Enter": (13, "\r"), "Escape": (27, ""), "Tab": (9, "")}
-SHIFT = 8
+SHIFT_MODIFIER = 8
 
 
 def install_browser(profile: Path) -> tuple[str, dict[str, str]]:
@@ -46,9 +46,9 @@ def install_browser(profile: Path) -> tuple[str, dict[str, str]]:
     profile: empty directory for files that the browser writes while it runs.
     """
     if sys.platform != "linux" or platform.machine() != "x86_64":
-        found = next((path for path in map(shutil.which, INSTALLED_BROWSERS) if path), None)
-        assert found, f"no browser for {sys.platform} on {platform.machine()}: install Chrome or Chromium"
-        return found, dict(os.environ)
+        executable = next((path for path in map(shutil.which, INSTALLED_BROWSERS) if path), None)
+        assert executable, f"no browser for {sys.platform} on {platform.machine()}: install Chrome or Chromium"
+        return executable, dict(os.environ)
     lock = (CHROMIUM_DIRECTORY / "package-lock.json").read_text()
     folder = CHROMIUM_DIRECTORY / "node_modules" / ".unpacked"
     stamp = folder / "lock"
@@ -148,8 +148,8 @@ class BrowserTab:
                 while not await self.evaluate(f"Boolean({expression})"):
                     await asyncio.sleep(0.02)
         except TimeoutError:
-            shown = await self.evaluate("document.body.innerText")
-            raise AssertionError(f"never came true: {expression}\n{self.problems}\n{shown}") from None
+            page_text = await self.evaluate("document.body.innerText")
+            raise AssertionError(f"never came true: {expression}\n{self.problems}\n{page_text}") from None
 
     async def type(self, text: str) -> None:
         """Types into the focused element."""
@@ -158,7 +158,7 @@ class BrowserTab:
     async def press(self, key: str, *, shift: bool = False) -> None:
         """Presses a key of KEYS. shift: with the shift key."""
         code, text = KEYS[key]
-        common = {"key": key, "code": key, "windowsVirtualKeyCode": code, "modifiers": SHIFT if shift else 0}
+        common = {"key": key, "code": key, "windowsVirtualKeyCode": code, "modifiers": SHIFT_MODIFIER if shift else 0}
         await self.send_command("Input.dispatchKeyEvent", type="keyDown", text=text, **common)
         await self.send_command("Input.dispatchKeyEvent", type="keyUp", **common)
 
@@ -205,6 +205,7 @@ async def open_tab() -> AsyncIterator[BrowserTab]:
             stderr=subprocess.PIPE,
         )
         assert process.stderr is not None
+        drain: asyncio.Task[bytes] | None = None
         try:
             output = bytearray()
             async with asyncio.timeout(30):
@@ -226,4 +227,5 @@ async def open_tab() -> AsyncIterator[BrowserTab]:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
             await process.wait()
-            await drain
+            if drain is not None:
+                await drain

@@ -237,7 +237,8 @@ def _select_own_masks(masks: Masks, num_own_rows: int, parallel: ParallelContext
     if parallel.size == 1:
         return masks
     own_indices = masks.sample_indices - parallel.rank * num_own_rows
-    return masks._replace(rows=own_indices.masked_fill_((own_indices < 0) | (own_indices >= num_own_rows), -1))
+    is_other = (own_indices < 0) | (own_indices >= num_own_rows)
+    return masks._replace(sample_indices=own_indices.masked_fill_(is_other, -1))
 
 
 def choose_tokens(
@@ -299,17 +300,17 @@ def compute_logprobs(tokens: Tensor, logits: Tensor, step: StepInputs, parallel:
     logits: this rank's share of [n, vocab], without penalties and temperature.
     """
     indices, count = step.logprob_indices, parallel.count_gathered(step.num_samples)
-    selected = None
+    selected_indices = None
     if indices.size < count:
-        selected = stage_upload(indices.astype(np.int32), tokens.device).to(tokens.device, non_blocking=True)
+        selected_indices = stage_upload(indices.astype(np.int32), tokens.device).to(tokens.device, non_blocking=True)
     if parallel.size > 1:
-        own = sampling.compute_logprobs(logits, parallel.own_rows(tokens), step.max_num_logprobs)
-        columns = (parallel.gather_rows(column, count) for column in own)
+        own_logprobs = sampling.compute_logprobs(logits, parallel.own_rows(tokens), step.max_num_logprobs)
+        columns = (parallel.gather_rows(column, count) for column in own_logprobs)
         return sampling.Logprobs(
-            *(column if selected is None else column.index_select(0, selected) for column in columns)
+            *(column if selected_indices is None else column.index_select(0, selected_indices) for column in columns)
         )
-    if selected is not None:
-        tokens, logits = tokens.index_select(0, selected), logits.index_select(0, selected)
+    if selected_indices is not None:
+        tokens, logits = tokens.index_select(0, selected_indices), logits.index_select(0, selected_indices)
     elif len(tokens) > count:
         tokens, logits = tokens[:count], logits[:count]
     return sampling.compute_logprobs(logits, tokens, step.max_num_logprobs)

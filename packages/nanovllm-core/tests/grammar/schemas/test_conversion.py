@@ -2,7 +2,6 @@
 
 import json
 import random
-from fractions import Fraction
 
 import jsonschema
 import orjson
@@ -21,7 +20,7 @@ VOCABULARY = [bytes([byte]) for byte in range(256)] + [b"<end>"]
 COMPILER = xgrammar.GrammarCompiler(xgrammar.TokenizerInfo(VOCABULARY, stop_token_ids=[END]), max_threads=1)
 
 
-def grammar(schema):
+def compile_schema(schema):
     return COMPILER.compile_grammar(
         write_json_rules(GrammarSpec("json_schema", json.dumps(convert_schema(schema, "schema"))))
     )
@@ -176,7 +175,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_grammar_accepts_valid_and_rejects_invalid_texts(name):
     schema, permitted, forbidden = CASES[name]
-    compiled = grammar(schema)
+    compiled = compile_schema(schema)
     validator = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
     for text in permitted:
         assert permits(compiled, text), text
@@ -226,7 +225,7 @@ def test_unsupported_schema_names_place_and_keyword(schema, place, keyword):
 
 @pytest.fixture
 def steps(monkeypatch) -> list[int]:
-    """The arguments of all calls of `count_steps`. Unlike times, they do not depend on the load of the machine."""
+    """The arguments of all calls of `count_steps`. Unlike times, these numbers do not depend on the machine's load."""
     counted: list[int] = []
     count_steps = ShapeResolver.count_steps
 
@@ -276,7 +275,7 @@ HOSTILE = {
 def test_hostile_schemas_are_refused_after_a_bounded_number_of_steps(name, steps):
     with pytest.raises(SchemaError) as caught:
         convert_schema(HOSTILE[name], "schema")
-    # The conversion ends in the step that exceeds the limit, and no single step is large.
+    # The conversion ends at the call that exceeds the limit, and no single call counts many steps.
     assert sum(steps[:-1]) <= MAX_STEPS
     assert max(steps, default=0) <= 1000
     assert len(str(caught.value)) < 1000
@@ -328,7 +327,7 @@ def test_large_schemas_compile(schema):
 
 def test_invalid_utf_8_is_rejected():
     for schema in ({**STRING, "maxLength": 3}, {**STRING, "pattern": "^[^a]{1,3}$"}, {**STRING, "pattern": "."}):
-        compiled = grammar(schema)
+        compiled = compile_schema(schema)
         assert permits(compiled, '"é€😀"')
         for raw in (
             b'"\xc0\x80"',
@@ -341,7 +340,7 @@ def test_invalid_utf_8_is_rejected():
             assert not permits(compiled, raw), (schema, raw)
 
 
-def test_numbers_between_any_bounds():
+def test_permitted_numbers_and_integers_are_those_within_their_bounds():
     rng = random.Random(5)
     for _ in range(60):
         kind = rng.choice(["integer", "number"])
@@ -350,7 +349,7 @@ def test_numbers_between_any_bounds():
         names = rng.choice(["minimum", "exclusiveMinimum"]), rng.choice(["maximum", "exclusiveMaximum"])
         schema = {"type": kind, names[0]: low, names[1]: high}
         try:
-            compiled = grammar(schema)
+            compiled = compile_schema(schema)
         except SchemaError:
             continue
         validator = jsonschema.Draft202012Validator(schema)
@@ -372,7 +371,7 @@ def test_number_of_properties_is_limited():
         schema = objects(dict.fromkeys(names, INTEGER), *required, minProperties=low, maxProperties=high)
         schema["additionalProperties"] = rng.choice([False, False, INTEGER]) if low < 2 else False
         try:
-            compiled = grammar(schema)
+            compiled = compile_schema(schema)
         except SchemaError:
             assert len(required) > high or low > len(names)
             continue
@@ -390,6 +389,6 @@ def test_converted_schema_survives_a_json_round_trip():
         assert orjson.loads(orjson.dumps(written)) == written
 
 
-def test_fractions_are_exact():
+def test_integer_multiples_of_a_fraction_are_multiples_of_its_numerator():
+    # 2.5 = 5 / 2
     assert convert_schema({**INTEGER, "multipleOf": 2.5}, "schema") == {"type": "integer", "multipleOf": 5}
-    assert Fraction(2.5).numerator == 5
