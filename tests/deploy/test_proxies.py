@@ -36,7 +36,7 @@ def with_buffer(site: str) -> str:
 
 
 def wait_until_draining(url: str) -> None:
-    """After a server was told to stop: sends requests until the server refuses one."""
+    """Sends requests to a server that was told to stop, until the server refuses a request."""
     deadline = time.monotonic() + 120
     while True:
         assert time.monotonic() < deadline
@@ -109,16 +109,16 @@ def test_metrics_are_not_public(proxy):
         assert json.load(response) == {"status": "ok"}
 
 
-@pytest.mark.parametrize("start_proxy", [run_nginx, run_caddy])
-def test_stopped_server_is_a_503_of_the_proxy(start_proxy, tmp_path):
-    with start_proxy(tmp_path, [f"http://127.0.0.1:{free_port()}"]) as url, post_chat(url, chat()) as response:
+@pytest.mark.parametrize("run_proxy", [run_nginx, run_caddy])
+def test_stopped_server_is_a_503_of_the_proxy(run_proxy, tmp_path):
+    with run_proxy(tmp_path, [f"http://127.0.0.1:{free_port()}"]) as url, post_chat(url, chat()) as response:
         assert response.status == 503
         assert json.loads(response.read())["error"]["message"] == IS_STOPPED
 
 
 @pytest.mark.slow
 @pytest.mark.waits
-def test_restart_behind_nginx_loses_no_request(installed, server, tmp_path):
+def test_stop_of_one_of_two_servers_behind_nginx_loses_no_request(installed, server, tmp_path):
     leaving = installed.result().server
     with (
         run_nginx(tmp_path, [server.url, leaving.url]) as url,

@@ -1,4 +1,4 @@
-"""All tests of this folder run in the background: their engines run in the test's process, on one core."""
+"""Marks the tests of this folder as `background`, because their engines run in the test's process, on one core."""
 
 from pathlib import Path
 

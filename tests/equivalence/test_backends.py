@@ -1,4 +1,4 @@
-"""In bf16, every attention backend is at most as far from float32 transformers as transformers in bf16.
+"""Against float32 transformers, the error of each attention backend in bf16 is at most that of transformers in bf16.
 
 The tests compare log-probabilities, with and without CUDA graphs.
 """

@@ -63,15 +63,15 @@ def checkpoint(tmp_path_factory, reference_generate):
     return path / "fp8", [reference_generate(twin, prompt, OUTPUT_LEN).tokens for prompt in make_prompts()]
 
 
-@pytest.mark.parametrize("settings", SETTINGS)
-async def test_tokens_equal_those_of_rounded_inputs(checkpoint, settings, device):
+@pytest.mark.parametrize("setting", SETTINGS)
+async def test_tokens_equal_those_of_rounded_inputs(checkpoint, setting, device):
     path, expected = checkpoint
     config = EngineConfig(
         device=device,
         dtype="float32",
         num_blocks=200,
         max_num_seqs=NUM_PROMPTS,
-        **{"depth": 2, **SETTINGS[settings]},
+        **{"depth": 2, **SETTINGS[setting]},
     )
     engine = await AsyncEngine.start(load(path), config)
 
@@ -85,5 +85,7 @@ async def test_tokens_equal_those_of_rounded_inputs(checkpoint, settings, device
     finally:
         await engine.stop()
     length = OUTPUT_LEN if device == "cpu" else 2
-    num_equal = sum(tokens[:length] == twin[:length] for tokens, twin in zip(answers, expected, strict=True))
+    num_equal = sum(
+        tokens[:length] == expected_tokens[:length] for tokens, expected_tokens in zip(answers, expected, strict=True)
+    )
     assert num_equal >= NUM_PROMPTS * 3 // 4

@@ -88,12 +88,12 @@ def reference(default_model, load_reference, device) -> PreTrainedModel:
     return load_reference(default_model, torch.float32, device)
 
 
-@pytest.mark.parametrize("settings", SETTINGS)
-async def test_answers_to_chats_equal_transformers(settings, default_model, prompts, reference, greedy_choices, device):
+@pytest.mark.parametrize("setting", SETTINGS)
+async def test_answers_to_chats_equal_transformers(setting, default_model, prompts, reference, greedy_choices, device):
     # On a CPU, all chats in all settings would take two minutes.
     num_chats = {"cpu": (2, 8), "cuda": (5, 12)}[device]
-    prompts = prompts[: num_chats[0] if settings.startswith("one at a time") else num_chats[1]]
-    config = EngineConfig(device=device, dtype="float32", **SETTINGS[settings])
+    prompts = prompts[: num_chats[0] if setting.startswith("one at a time") else num_chats[1]]
+    config = EngineConfig(device=device, dtype="float32", **SETTINGS[setting])
     engine = await AsyncEngine.start(load(default_model), config)
     rng = random.Random(0)
     sampling = SamplingParams(temperature=0, max_tokens=OUTPUT_LEN, ignore_eos=True)
@@ -105,7 +105,7 @@ async def test_answers_to_chats_equal_transformers(settings, default_model, prom
 
     try:
         found = await asyncio.gather(*(generate_after_delay(index, prompt) for index, prompt in enumerate(prompts)))
-        assert (engine.stats.num_preemptions > 0) == settings.startswith("preempted")
+        assert (engine.stats.num_preemptions > 0) == setting.startswith("preempted")
         assert engine.stats.num_free_blocks == engine.stats.num_blocks
     finally:
         await engine.stop()
@@ -159,16 +159,18 @@ async def test_served_dtype_knows_the_capital_of_france(default_model, prompts, 
                 answers = await asyncio.gather(
                     *(answer(f"r{index}", prompt, f"{num_others} others") for index, prompt in enumerate(batch))
                 )
-                answers_of_france = [text for text, prompt in zip(answers, batch, strict=True) if prompt == prompts[0]]
-                assert all("Paris" in text for text in answers_of_france), (num_others, answers_of_france)
+                answers_about_france = [
+                    text for text, prompt in zip(answers, batch, strict=True) if prompt == prompts[0]
+                ]
+                assert all("Paris" in text for text in answers_about_france), (num_others, answers_about_france)
     finally:
         await engine.stop()
 
 
-@pytest.mark.parametrize("settings", ["as served", "chunked, depth 2"])
-async def test_prompt_logprobs_equal_transformers(settings, default_model, prompts, reference, device):
+@pytest.mark.parametrize("setting", ["as served", "chunked, depth 2"])
+async def test_prompt_logprobs_equal_transformers(setting, default_model, prompts, reference, device):
     """Each prompt runs beside a request without log-probabilities."""
-    config = EngineConfig(device=device, dtype="float32", forbid_sync=device == "cuda", **SETTINGS[settings])
+    config = EngineConfig(device=device, dtype="float32", forbid_sync=device == "cuda", **SETTINGS[setting])
     engine = await AsyncEngine.start(load(default_model), config)
 
     async def first_output(name: str, prompt: list[int], num_top: int | None) -> RequestOutput:
@@ -194,15 +196,15 @@ async def test_prompt_logprobs_equal_transformers(settings, default_model, promp
         ids = torch.tensor([prompt], device=device)
         with torch.inference_mode():
             expected = reference(ids).logits[0, :-1].float().log_softmax(-1).cpu()
-        own = expected.gather(1, ids[0, 1:, None].cpu()).squeeze(1)
+        own_logprobs = expected.gather(1, ids[0, 1:, None].cpu()).squeeze(1)
         entries = [*scored.prompt_logprobs]
-        torch.testing.assert_close(torch.tensor([entry.logprob for entry in entries]), own, atol=1e-3, rtol=0)
+        torch.testing.assert_close(torch.tensor([entry.logprob for entry in entries]), own_logprobs, atol=1e-3, rtol=0)
         likeliest = torch.tensor([[value for _, value in entry.top] for entry in entries])
         torch.testing.assert_close(likeliest, expected.topk(index).values, atol=1e-3, rtol=0)
         top_ids = torch.tensor([[token for token, _ in entry.top] for entry in entries], dtype=torch.int64)
         torch.testing.assert_close(likeliest, expected.gather(1, top_ids), atol=1e-3, rtol=0)
         ranks = torch.tensor([entry.rank for entry in entries])
         # Rounding may swap tokens that are almost equally likely.
-        min_rank, max_rank = ((expected >= own.unsqueeze(1) + margin).sum(1) for margin in (2e-3, -2e-3))
+        min_rank, max_rank = ((expected >= own_logprobs.unsqueeze(1) + margin).sum(1) for margin in (2e-3, -2e-3))
         assert (min_rank + 1 <= ranks).all()
         assert (ranks <= max_rank).all()

@@ -132,7 +132,7 @@ async def test_no_setting_changes_tokens_over_an_fp8_cache(name, tmp_path, devic
     torch.manual_seed(list(TINY_MODELS).index(name))
     write_checkpoint(tmp_path, make_model(TINY_MODELS[name]), mtp=TINY_MODELS[name].has_mtp)
     without_fp8 = await generate(tmp_path, device, AMPLE_CACHE)
-    whole = await generate(tmp_path, device, {"kv_cache_dtype": "fp8", **AMPLE_CACHE})
+    unchunked = await generate(tmp_path, device, {"kv_cache_dtype": "fp8", **AMPLE_CACHE})
     chunked_settings = {
         "kv_cache_dtype": "fp8",
         "max_num_batched_tokens": 40,
@@ -140,13 +140,13 @@ async def test_no_setting_changes_tokens_over_an_fp8_cache(name, tmp_path, devic
         "prefix_caching": False,
         **AMPLE_CACHE,
     }
-    assert await generate(tmp_path, device, chunked_settings) == whole
-    assert whole != without_fp8
-    assert sum(fp8[0] == plain[0] for fp8, plain in zip(whole, without_fp8, strict=True)) > NUM_PROMPTS // 2
+    assert await generate(tmp_path, device, chunked_settings) == unchunked
+    assert unchunked != without_fp8
+    assert sum(fp8[0] == plain[0] for fp8, plain in zip(unchunked, without_fp8, strict=True)) > NUM_PROMPTS // 2
 
 
 async def test_prompt_with_a_cached_prefix_computes_few_tokens(tmp_path, device):
-    """Three prompts of 2,100 tokens share their first 2,000 tokens; the second and third compute fewer than 200."""
+    """Three prompts of 2,100 tokens share the first 2,000. The engine computes fewer than 200 of each later prompt."""
     torch.manual_seed(0)
     tiny = TINY_MODELS["Qwen3-Next"]
     write_checkpoint(tmp_path, make_model(tiny._replace(fields=tiny.fields | {"max_position_embeddings": 4096})))

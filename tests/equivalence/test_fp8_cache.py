@@ -17,8 +17,8 @@ QUESTIONS = [
     "Summarise the plot of Romeo and Juliet.",
     "Why is the sky blue?",
 ]
-# Up to the expected word, each token of these answers leads by at least 0.8 nats. The capital of France is not among
-# the questions: the answer's first token leads by 0.1, and an FP8 cache changes this token even in float32.
+# Up to the expected word, each token of these answers is at least 0.8 nats likelier than any other token. The capital
+# of France is left out: its answer's first token leads by only 0.1, so an FP8 cache changes that token even in float32.
 FACTS = {"What is the capital of Japan?": "Tokyo", "What is the opposite of hot?": "cold"}
 OUTPUT_LEN, STRIDE = 48, 4
 # In nats: twice the mean that was measured over 160 positions in the answers to twenty questions (0.009).

@@ -118,13 +118,13 @@ def quantised_answers(checkpoint, reference_generate, monkeypatch) -> list[list[
     return [reference_generate(model, prompt, OUTPUT_LEN).tokens for prompt in make_prompts()]
 
 
-@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("setting", SETTINGS)
 async def test_tokens_over_an_fp8_cache_equal_those_of_quantised_latents(
-    checkpoint, quantised_answers, settings, device
+    checkpoint, quantised_answers, setting, device
 ):
     path, plain_answers = checkpoint
     assert quantised_answers != plain_answers
-    fp8_settings = {"kv_cache_dtype": "fp8", **SETTINGS[settings]}
-    found = await generate(path, device, fp8_settings, is_preempted=settings.startswith("preempted"))
+    fp8_settings = {"kv_cache_dtype": "fp8", **SETTINGS[setting]}
+    found = await generate(path, device, fp8_settings, is_preempted=setting.startswith("preempted"))
     # A number in the middle between two numbers of e4m3 may be rounded either way, which may change a token.
     assert sum(tokens == expected for tokens, expected in zip(found, quantised_answers, strict=True)) >= NUM_PROMPTS - 1

@@ -11,7 +11,9 @@ from rank_matrix import RANK_SETTINGS, TINY_MODELS, compare, write_tiny_checkpoi
 # The first model of each family.
 MODELS = list({tiny.family: name for name, tiny in reversed(TINY_MODELS.items())}.values())
 ATTENTION_MODELS = [name for name in MODELS if TINY_MODELS[name].family in ("Llama", "Qwen3Next", "DeepseekV3")]
-SETTINGS_WITH_OWN_REQUESTS = [name for name, (_, ranks) in RANK_SETTINGS.items() if ranks.get("dp_attention")]
+SETTINGS_WITH_OWN_REQUESTS = [
+    name for name, (_, rank_settings) in RANK_SETTINGS.items() if rank_settings.get("dp_attention")
+]
 OTHER_SETTINGS = [name for name in RANK_SETTINGS if name not in SETTINGS_WITH_OWN_REQUESTS]
 
 

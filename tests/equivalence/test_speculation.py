@@ -1,7 +1,8 @@
 """Answers with drafts equal the answers without them, for every family and several settings of the engine.
 
 With n-grams, each request has a prediction: its answer with some wrong tokens. Most draft models are disturbed copies
-of the model. Therefore steps accept some drafts and reject others. Drafts of random heads are nearly always wrong.
+of the model. Therefore steps accept some drafts and reject others. Heads have random weights, so their drafts are
+nearly always wrong.
 """
 
 from pathlib import Path
@@ -17,7 +18,8 @@ from nanovllm_core import ConfigError
 from nanovllm_core.engine import build
 from nanovllm_core.scheduling.draft_times import DraftTimes
 
-# With more requests at once, nearly all steps would have prompts. Draft models and heads propose nothing in such steps.
+# With more than two requests at once, nearly all steps would compute prompts. In such steps, draft models and heads
+# propose nothing.
 SMALL_CHUNKS = {**AMPLE_CACHE, "max_num_batched_tokens": 40, "max_num_seqs": 2}
 SETTINGS = {
     "one at a time": {**AMPLE_CACHE, "max_num_seqs": 1},
@@ -35,7 +37,7 @@ RECURRENT = next(name for name in MODELS if TINY_MODELS[name].family == "Qwen3Ne
 # One setting per model, and five settings for the model with recurrent layers.
 PAIRS = sorted({*sample_pairs(MODELS, SETTINGS, 1), *sample_pairs([RECURRENT], SETTINGS, 5)})
 
-# Options that requests have in turn in tests of draft models and heads.
+# Tests of draft models and heads give these options to their requests in turn.
 SAMPLINGS = (
     {"temperature": 0},
     {"temperature": 0.8},
@@ -43,7 +45,7 @@ SAMPLINGS = (
     {"temperature": 0.8, "presence_penalty": 0.5, "repetition_penalty": 1.2},
     {"temperature": 0.7, "logit_bias": {7: 2.0, 40: -100.0}, "logprobs": 2},
 )
-# With first=1, a model begins with another setting than in PAIRS.
+# With first=1, the settings of a model begin at another setting than in PAIRS.
 DRAFT_PAIRS = sorted({*sample_pairs(MODELS, SETTINGS, 1, first=1), *sample_pairs(["Qwen2"], SETTINGS, 5, first=5)})
 HEAD_PAIRS = sample_pairs([name for name in MODELS if TINY_MODELS[name].has_mtp], SETTINGS, 5)
 
@@ -55,7 +57,7 @@ def always_drafts(monkeypatch):
 
 
 def write_draft_model(name: str, draft_path: Path) -> None:
-    """Write a draft model for the tiny model `name`: a disturbed copy, or another model without recurrence."""
+    """Write a draft model for the tiny model `name`: a disturbed copy, or a disturbed Qwen3 for a recurrent model."""
     write_tiny_checkpoint("Qwen3" if name == RECURRENT else name, draft_path)
     torch.manual_seed(0)
     for file in draft_path.glob("*.safetensors"):

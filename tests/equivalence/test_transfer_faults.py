@@ -11,5 +11,5 @@ MAX_ANSWER_S = 30.0  # the program allows 5 s, on a machine that runs nothing el
 @pytest.mark.parametrize(("name", "carrier"), [("Qwen3-Next", CARRIERS[0])])
 def test_faults_between_engines_change_no_answer(name, carrier):
     totals = run_campaign(name, carrier, num_faults=len(FAULTS), seed=0, max_answer_s=MAX_ANSWER_S).totals
-    assert all(totals[name] == 1 for name in FAULTS)
+    assert all(totals[fault] == 1 for fault in FAULTS)
     assert totals["fetched_tokens"] > 0, totals

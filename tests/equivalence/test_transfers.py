@@ -1,4 +1,4 @@
-"""Answers to fetched prompts equal the answers to computed prompts, for every family, carrier and several settings.
+"""Answers to fetched prompts equal answers to computed prompts, for every family, every carrier and several settings.
 
 The program `support/transfer_matrix.py` runs every carrier and setting with every model.
 """

@@ -1,5 +1,7 @@
-"""Engines run two layers of published width in bf16: their log-probabilities are near those of float32 transformers,
-and no setting changes their greedy tokens. A CPU runs the same tests at reduced widths.
+"""Engines run two layers of published width in bf16. Their log-probabilities are near those of float32 transformers.
+
+Settings change greedy tokens only where two tokens are almost equally likely. A CPU runs the same tests at reduced
+widths.
 """
 
 import asyncio
@@ -39,7 +41,7 @@ MIN_AGREEMENT = 0.9
 
 @dataclass(frozen=True)
 class Scale:
-    """Sizes of a run, all but num_short in tokens.
+    """Device, widths and sizes of a run. The sizes are in tokens, except num_short.
 
     reduced: widths for a CPU.
     long_lengths: lengths of the long prompts.
@@ -259,7 +261,7 @@ def score_errors(case: Case, observation: Observation) -> dict[str, tuple[np.nda
             exact, rounded = case.exact[index][start:end], case.rounded[index][start:end]
             ids, logprobs = ids[: end - start].to(exact.device), logprobs[: end - start].to(exact.device)
             expected = exact.gather(1, ids)
-            own_errors, other_errors = (logprobs - expected).abs(), (rounded.gather(1, ids) - expected).abs()
+            own_errors, transformers_errors = (logprobs - expected).abs(), (rounded.gather(1, ids) - expected).abs()
             positions = torch.arange(start, end, device=exact.device)
             is_answer, is_long = positions >= first_answer, positions >= case.scale.long_context
             masks_by_group = {
@@ -270,7 +272,7 @@ def score_errors(case: Case, observation: Observation) -> dict[str, tuple[np.nda
             }
             for group, is_in_group in masks_by_group.items():
                 found.setdefault(group, []).append(
-                    (own_errors[is_in_group].flatten(), other_errors[is_in_group].flatten())
+                    (own_errors[is_in_group].flatten(), transformers_errors[is_in_group].flatten())
                 )
     return {
         group: tuple(torch.cat(errors).cpu().numpy() for errors in zip(*pairs, strict=True))
@@ -302,13 +304,13 @@ def test_baseline_tokens_are_the_likeliest_in_float32(case):
 @pytest.mark.parametrize("name", SETTINGS)
 def test_logprobs_are_as_near_to_float32_as_those_of_transformers(case, name):
     spread = float(torch.cat([exact[-OUTPUT_LEN:] for exact in case.exact]).std(-1).mean())
-    for group, (own, others) in score_errors(case, case.observe(name)).items():
-        assert own.mean() < MAX_RELATIVE_ERROR * spread, group
+    for group, (own_errors, transformers_errors) in score_errors(case, case.observe(name)).items():
+        assert own_errors.mean() < MAX_RELATIVE_ERROR * spread, group
         for quantile, max_ratio in MAX_ERROR_RATIO_BY_QUANTILE.items():
-            if own.size * (1 - quantile) < MIN_ERRORS_BEYOND:
+            if own_errors.size * (1 - quantile) < MIN_ERRORS_BEYOND:
                 continue
-            max_error = max_ratio * np.quantile(others, quantile) + ERROR_FLOOR
-            assert np.quantile(own, quantile) <= max_error, f"{group}, quantile {quantile}"
+            max_error = max_ratio * np.quantile(transformers_errors, quantile) + ERROR_FLOOR
+            assert np.quantile(own_errors, quantile) <= max_error, f"{group}, quantile {quantile}"
 
 
 @pytest.mark.parametrize("name", SETTINGS)

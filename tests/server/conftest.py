@@ -12,11 +12,11 @@ from contract import ObservedResponse, check_response
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-SHALLOW_LAYERS = 4
+NUM_SHALLOW_LAYERS = 4
 
 
 class RecordedStream(httpx2.AsyncByteStream):
-    """The body of an answer, recorded while the official client reads it."""
+    """The body of an answer, recorded while OpenAI's client reads it."""
 
     def __init__(self, request: httpx2.Request, response: httpx2.Response, exchanges: list[ObservedResponse]):
         self._request, self._response, self._exchanges = request, response, exchanges
@@ -44,7 +44,7 @@ class RecordedStream(httpx2.AsyncByteStream):
 
 @pytest.fixture(autouse=True)
 def exchanges(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[ObservedResponse]]:
-    """The answers that the official client received in this test; each must follow OpenAI's schema and ours."""
+    """The answers that OpenAI's client received in this test. Each must follow OpenAI's schema and ours."""
     exchanges: list[ObservedResponse] = []
     original_handler = httpx2.AsyncHTTPTransport.handle_async_request
 
@@ -96,8 +96,8 @@ def shallow_model(default_model: Path, tmp_path_factory: pytest.TempPathFactory)
     path = tmp_path_factory.mktemp("shallow") / "shallow"
     shutil.copytree(default_model, path, ignore=shutil.ignore_patterns("model.safetensors", "manifest.json"))
     config = json.loads((path / "config.json").read_text())
-    removed = tuple(f"model.layers.{layer}." for layer in range(SHALLOW_LAYERS, config["num_hidden_layers"]))
-    (path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": SHALLOW_LAYERS}))
+    removed = tuple(f"model.layers.{layer}." for layer in range(NUM_SHALLOW_LAYERS, config["num_hidden_layers"]))
+    (path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": NUM_SHALLOW_LAYERS}))
     tensors = load_file(default_model / "model.safetensors")
     kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(removed)}
     save_file(kept, path / "model.safetensors")

@@ -45,13 +45,13 @@ async def send_large_body(url: str, key: str, end_s: float) -> None:
     _, writer = await asyncio.open_connection(parts.hostname, parts.port)
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\n"
     writer.write(f"{head}Content-Type: application/json\r\nContent-Length: {BODY_BYTES}\r\n\r\n".encode() + PREFIX)
-    num_left = BODY_BYTES - len(PREFIX) - len(SUFFIX)
+    num_bytes_left = BODY_BYTES - len(PREFIX) - len(SUFFIX)
     try:
-        while num_left and time.monotonic() < end_s:
-            writer.write(PIECE[:num_left])
-            num_left -= len(PIECE[:num_left])
+        while num_bytes_left and time.monotonic() < end_s:
+            writer.write(PIECE[:num_bytes_left])
+            num_bytes_left -= len(PIECE[:num_bytes_left])
             await asyncio.wait_for(writer.drain(), max(end_s - time.monotonic(), 0.001))
-        if not num_left:
+        if not num_bytes_left:
             writer.write(SUFFIX)
     except (ConnectionError, TimeoutError):
         pass
@@ -59,7 +59,7 @@ async def send_large_body(url: str, key: str, end_s: float) -> None:
         writer.transport.abort()
 
 
-def status_of_a_small_request(url: str) -> int:
+def send_small_request(url: str) -> int:
     body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
     request = urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(body).encode(), headers)
@@ -73,7 +73,7 @@ async def test_large_bodies_of_many_clients_leave_a_worker_small(server, key):
     end_s = time.monotonic() + SEND_S
     clients = [asyncio.create_task(send_large_body(server.url, key, end_s)) for _ in range(NUM_CLIENTS)]
     await asyncio.sleep(SEND_S / 2)
-    assert await asyncio.to_thread(status_of_a_small_request, server.url) == 200
+    assert await asyncio.to_thread(send_small_request, server.url) == 200
     await asyncio.gather(*clients)
     print(f"peak memory of the worker: {peak_bytes(pid) / (1 << 20):.0f} MiB")
     assert peak_bytes(pid) < MAX_WORKER_BYTES

@@ -82,7 +82,7 @@ def test_other_endpoints_fit_the_contract(server):
 
 
 def test_the_openapi_document_has_the_schemas_of_the_check(server):
-    """The server publishes the schema that answers are checked against. Its request schema states its limits."""
+    """The server publishes the schemas that answers are checked against. The request schema has the server's limits."""
     status, body = get(server, "/openapi.json")
     assert status == 200
     served = json.loads(body)

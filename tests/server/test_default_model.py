@@ -1,4 +1,4 @@
-"""The official client against a real server process with a real model."""
+"""OpenAI's Python client against a real server process with a real model."""
 
 import asyncio
 import json
@@ -97,23 +97,25 @@ async def test_logprobs_of_an_answer_equal_those_in_a_prompt(sdk, default_model)
     """The answer's tokens have the same log-probabilities in the prompt of a request that continues the answer."""
     tokenizer = load_tokenizer(default_model)
     fields = {"logprobs": True, "extra_body": {"ignore_eos": True}}
-    made = (await create(sdk, max_tokens=10, **fields)).choices[0]
-    begun = [*MESSAGES, {"role": "assistant", "content": made.message.content}]
-    asks = {"prompt_logprobs": 2, "return_token_ids": True}
-    asks |= {"add_generation_prompt": False, "continue_final_message": True}
-    answer = await create(sdk, messages=begun, n=2, max_tokens=1, extra_body=asks)
-    token_ids, (first, *told) = answer.prompt_token_ids, answer.prompt_logprobs
+    generated_choice = (await create(sdk, max_tokens=10, **fields)).choices[0]
+    messages = [*MESSAGES, {"role": "assistant", "content": generated_choice.message.content}]
+    extra = {"prompt_logprobs": 2, "return_token_ids": True}
+    extra |= {"add_generation_prompt": False, "continue_final_message": True}
+    answer = await create(sdk, messages=messages, n=2, max_tokens=1, extra_body=extra)
+    token_ids, (first, *prompt_entries) = answer.prompt_token_ids, answer.prompt_logprobs
     assert first is None
-    assert len(token_ids) == len(told) + 1 == answer.usage.prompt_tokens
-    own = [entry[str(token)] for token, entry in zip(token_ids[1:], told, strict=True)]
-    text = "<|im_start|>" + "".join(one["decoded_token"] for one in own)
-    assert text == tokenizer.render_chat(MESSAGES) + made.message.content
-    entries = made.logprobs.content
-    assert [one["decoded_token"] for one in own[-10:]] == [entry.token for entry in entries]
-    assert [one["logprob"] for one in own[-10:]] == pytest.approx([entry.logprob for entry in entries], abs=1e-3)
+    assert len(token_ids) == len(prompt_entries) + 1 == answer.usage.prompt_tokens
+    own_entries = [entry[str(token)] for token, entry in zip(token_ids[1:], prompt_entries, strict=True)]
+    text = "<|im_start|>" + "".join(one["decoded_token"] for one in own_entries)
+    assert text == tokenizer.render_chat(MESSAGES) + generated_choice.message.content
+    entries = generated_choice.logprobs.content
+    assert [one["decoded_token"] for one in own_entries[-10:]] == [entry.token for entry in entries]
+    assert [one["logprob"] for one in own_entries[-10:]] == pytest.approx(
+        [entry.logprob for entry in entries], abs=1e-3
+    )
     # With greedy sampling, each token was the likeliest.
-    assert [one["rank"] for one in own[-10:]] == [1] * 10
-    assert all({one["rank"] for one in entry.values()} >= {1, 2} for entry in told)
+    assert [one["rank"] for one in own_entries[-10:]] == [1] * 10
+    assert all({one["rank"] for one in entry.values()} >= {1, 2} for entry in prompt_entries)
     assert answer.usage.prompt_tokens_details.cached_tokens == 0
 
 
@@ -143,15 +145,15 @@ async def test_requests_beyond_max_num_seqs_wait_for_a_row(sdk):
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_disconnect_frees_everything(sdk, server, stream):
-    asking = asyncio.create_task(create(sdk, max_tokens=400, stream=stream, extra_body={"ignore_eos": True}))
+    request_task = asyncio.create_task(create(sdk, max_tokens=400, stream=stream, extra_body={"ignore_eos": True}))
     if stream:
-        response = await asking
+        response = await request_task
         await anext(aiter(response))
         await response.close()
     else:
         while metrics(server)["num_requests_running"] == 0:
             await asyncio.sleep(0.02)
-        asking.cancel()
+        request_task.cancel()
     async with asyncio.timeout(10):
         while metrics(server)["num_requests_running"] or metrics(server)["kv_cache_usage_perc"]:
             await asyncio.sleep(0.05)

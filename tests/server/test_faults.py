@@ -1,4 +1,4 @@
-"""Faults of clients: they disconnect at any moment, ask for several choices, or send enormous prompts."""
+"""Clients disconnect at any moment, ask for several choices, or send enormous prompts. Also the logs of requests."""
 
 import asyncio
 import itertools
@@ -144,8 +144,8 @@ async def test_nothing_runs_a_second_after_fifty_clients_vanish(shallow_server):
     """Queued requests end too: steps of prompts are short, and aborts are handled before the next step."""
     clients = [await connect(shallow_server) for _ in range(NUM_VANISHING)]
     for number, (_, writer) in enumerate(clients):
-        words = [{"role": "user", "content": f"{number} some word " * 60}]
-        writer.write(request_bytes(model="shallow", stream=True, max_tokens=400, messages=words))
+        messages = [{"role": "user", "content": f"{number} some word " * 60}]
+        writer.write(request_bytes(model="shallow", stream=True, max_tokens=400, messages=messages))
     async with asyncio.timeout(20):
         while True:
             found = await asyncio.to_thread(read_metrics, shallow_server)
@@ -196,34 +196,34 @@ async def test_an_enormous_prompt_stalls_no_stream(server):
             arrivals.append(time.monotonic())
 
     reading = asyncio.create_task(read())
-    durations = []
+    durations_s = []
     for size in (100_000, 1_000_000):
         begin = time.monotonic()
         status, body = await send_request(
             server, messages=[{"role": "user", "content": "some word " * (size // 10)}], truncate_prompt_tokens=500
         )
-        durations.append(time.monotonic() - begin)
+        durations_s.append(time.monotonic() - begin)
         assert (status, body["usage"]["prompt_tokens"]) == (200, 500)
     end = time.monotonic()
     reading.cancel()
     writer.close()
-    meanwhile = [arrivals[0], *(time for time in arrivals if time < end), end]
-    longest = max(after - before for before, after in itertools.pairwise(meanwhile))
-    assert longest < max(durations) / 2, (longest, durations)
+    arrivals_meanwhile = [arrivals[0], *(arrival for arrival in arrivals if arrival < end), end]
+    longest_gap_s = max(after - before for before, after in itertools.pairwise(arrivals_meanwhile))
+    assert longest_gap_s < max(durations_s) / 2, (longest_gap_s, durations_s)
     await wait_until_idle(server)
 
 
-async def test_a_request_is_one_log_line_and_its_prompt_another_with_log_prompts(server):
+async def test_with_log_prompts_a_request_and_its_prompt_have_a_log_line_each(server):
     await wait_until_idle(server)
-    seen = len(server.errors)
+    num_old_lines = len(server.errors)
     status, _ = await send_request(
         server, request_id="the-one", messages=[{"role": "user", "content": "a secret"}], n=2
     )
     assert status == 200
     async with asyncio.timeout(10):
-        while not any('"event":"request"' in line and "the-one" in line for line in server.errors[seen:]):
+        while not any('"event":"request"' in line and "the-one" in line for line in server.errors[num_old_lines:]):
             await asyncio.sleep(0.02)
-    lines = [json.loads(line) for line in server.errors[seen:] if "the-one" in line]
+    lines = [json.loads(line) for line in server.errors[num_old_lines:] if "the-one" in line]
     prompt, line = lines
     assert (prompt["event"], line["event"]) == ("prompt", "request")
     assert "a secret" in prompt["text"]
@@ -232,7 +232,7 @@ async def test_a_request_is_one_log_line_and_its_prompt_another_with_log_prompts
     assert 0 < line["queue_seconds"] <= line["ttft_seconds"] <= line["seconds"]
 
 
-async def test_prompts_are_not_logged_by_default(run_server, tiny_model):
+async def test_prompts_are_not_logged_by_default_and_a_drain_timeout_ends_streams_with_an_error(run_server, tiny_model):
     with run_server(tiny_model, "--max-model-len", "256", "--cpu-cache-gib", "0.02", "--served-model-name", "tiny",
                     "--log-level", "debug", "--drain-timeout", "1") as server:  # fmt: skip
         assert (await send_request(server, messages=[{"role": "user", "content": "a secret"}]))[0] == 200

@@ -45,10 +45,10 @@ def test_a_downloaded_model_has_the_name_of_its_repository(run_server, hub):
 
 def test_a_signal_ends_a_download(hub):
     hub.may_send.clear()
-    server = [sys.executable, "-m", "nanovllm_server", "org/model", "--port", "0", "--device", "cpu"]
-    with subprocess.Popen(server, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        give_up = time.monotonic() + 60
-        while not hub.downloads and time.monotonic() < give_up:
+    command = [sys.executable, "-m", "nanovllm_server", "org/model", "--port", "0", "--device", "cpu"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        deadline = time.monotonic() + 60
+        while not hub.downloads and time.monotonic() < deadline:
             time.sleep(0.02)
         assert hub.downloads
         process.send_signal(signal.SIGTERM)
@@ -59,8 +59,8 @@ def test_a_signal_ends_a_download(hub):
 
 def test_offline_mode_without_the_model_fails_with_one_line(hub, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    server = [sys.executable, "-m", "nanovllm_server", "org/model", "--port", "0", "--device", "cpu"]
-    done = subprocess.run(server, capture_output=True, text=True, timeout=60)
+    command = [sys.executable, "-m", "nanovllm_server", "org/model", "--port", "0", "--device", "cpu"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert line.startswith("nanovllm-server: org/model is not in the cache")

@@ -42,8 +42,8 @@ def readiness(server):
 
 
 async def test_a_full_queue_is_drained_on_sigterm(run_server, tiny_model):
-    narrow = ("--max-num-seqs", "1", "--max-queue", "1")
-    with run_server(tiny_model, *FLAGS, *narrow, "--log-format", "json", "--drain-timeout", "300") as server:
+    queue_flags = ("--max-num-seqs", "1", "--max-queue", "1")
+    with run_server(tiny_model, *FLAGS, *queue_flags, "--log-format", "json", "--drain-timeout", "300") as server:
         async with client(server) as sdk:
             chunks = await open_stream(sdk, 900)
             waiting = asyncio.create_task(sdk.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=1))
@@ -69,8 +69,8 @@ async def test_a_full_queue_is_drained_on_sigterm(run_server, tiny_model):
 
 
 async def test_a_second_signal_ends_the_drain(run_server, tiny_model):
-    long = ("--max-model-len", "2048", "--drain-timeout", "300", "--log-format", "json")
-    with run_server(tiny_model, *FLAGS, *long) as server:
+    drain_flags = ("--max-model-len", "2048", "--drain-timeout", "300", "--log-format", "json")
+    with run_server(tiny_model, *FLAGS, *drain_flags) as server:
         async with client(server) as sdk:
             chunks = await open_stream(sdk, 1900)
             server.process.send_signal(signal.SIGINT)
@@ -91,13 +91,13 @@ async def test_a_second_signal_ends_the_drain(run_server, tiny_model):
 
 @pytest.mark.parametrize(("rank", "num_ranks"), [(0, 1), (1, 2)])
 async def test_killed_rank_ends_the_server_and_leaves_nothing(tiny_model, rank, num_ranks):
-    """Rank 0 is the engine's process. test_ranks.py of nanovllm-core kills rank 0 of two ranks."""
+    """Rank 0 is the engine's process. The case (0, 2) is missing, because test_ranks.py of nanovllm-core tests it."""
     command = [sys.executable, "-m", "nanovllm_server", str(tiny_model), *FLAGS]
     await kill_once([*command, "--port", "0", "--device", "cpu", "-tp", str(num_ranks)], rank, num_ranks)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "expected_text"),
     [
         (["/no/such/model"], "/no/such/model"),
         (["MODEL", "--max-model-len", "999999"], "max_model_len"),
@@ -105,7 +105,7 @@ async def test_killed_rank_ends_the_server_and_leaves_nothing(tiny_model, rank, 
         (["MODEL", "--port", "TAKEN"], "in use"),
     ],
 )
-def test_a_start_that_fails_ends_with_one_line(tiny_model, arguments, said):
+def test_a_start_that_fails_ends_with_one_line(tiny_model, arguments, expected_text):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         values = {"MODEL": str(tiny_model), "TAKEN": str(taken.getsockname()[1])}
         arguments = [values.get(argument, argument) for argument in arguments]
@@ -119,5 +119,5 @@ def test_a_start_that_fails_ends_with_one_line(tiny_model, arguments, said):
     assert done.returncode == 2
     assert done.stdout == ""
     *log_lines, line = done.stderr.splitlines()
-    assert said in line
+    assert expected_text in line
     assert all("start-up phase" in log_line for log_line in log_lines)

@@ -12,7 +12,7 @@ import torch
 
 from nanovllm_models import load_tokenizer
 
-CLIENTS, LEAVERS, TOKENS = 40, 12, 20
+NUM_CLIENTS, NUM_LEAVERS, NUM_TOKENS = 40, 12, 20
 
 
 @dataclass
@@ -44,12 +44,12 @@ async def stream(sdk, index: int, leave_after: int | None = None) -> StreamResul
         model="shallow",
         messages=[{"role": "user", "content": f"Tell me something about the number {index}."}],
         temperature=0,
-        max_tokens=TOKENS,
+        max_tokens=NUM_TOKENS,
         stream=True,
         stream_options={"include_usage": True},
         extra_body={"ignore_eos": True, "return_token_ids": True},
     )
-    result, seen, usage = StreamResult(), 0, None
+    result, num_pieces, usage = StreamResult(), 0, None
     async for chunk in response:
         usage = chunk.usage
         result.prompt += (chunk.model_extra or {}).get("prompt_token_ids", [])
@@ -57,11 +57,11 @@ async def stream(sdk, index: int, leave_after: int | None = None) -> StreamResul
             (choice,) = chunk.choices
             result.tokens += (choice.model_extra or {}).get("token_ids") or []
             result.text += choice.delta.content or ""
-            seen += bool(choice.delta.content)
-        if leave_after is not None and seen >= leave_after:
+            num_pieces += bool(choice.delta.content)
+        if leave_after is not None and num_pieces >= leave_after:
             await response.close()
             return result
-    assert usage.completion_tokens == len(result.tokens) == TOKENS
+    assert usage.completion_tokens == len(result.tokens) == NUM_TOKENS
     return result
 
 
@@ -69,8 +69,8 @@ async def test_streams_lose_no_token_and_disconnects_free_everything(
     sdk, shallow_server, shallow_model, load_reference, greedy_choices
 ):
     rng = random.Random(0)
-    leavers = {index: rng.randrange(1, 6) for index in rng.sample(range(CLIENTS), LEAVERS)}
-    answers = await asyncio.gather(*(stream(sdk, index, leavers.get(index)) for index in range(CLIENTS)))
+    leavers = {index: rng.randrange(1, 6) for index in rng.sample(range(NUM_CLIENTS), NUM_LEAVERS)}
+    answers = await asyncio.gather(*(stream(sdk, index, leavers.get(index)) for index in range(NUM_CLIENTS)))
     async with asyncio.timeout(30):
         while gauge(shallow_server, "num_requests_running") + gauge(shallow_server, "num_requests_waiting"):
             await asyncio.sleep(0.1)
@@ -82,5 +82,5 @@ async def test_streams_lose_no_token_and_disconnects_free_everything(
         assert result.tokens == greedy_choices(reference, result.prompt, result.tokens)
         text = tokenizer.backend.decode(result.tokens, skip_special_tokens=True)
         assert text.startswith(result.text) if index in leavers else text == result.text
-    again = await stream(sdk, CLIENTS - 1)
+    again = await stream(sdk, NUM_CLIENTS - 1)
     assert again == answers[-1]

@@ -16,13 +16,13 @@ async def test_page_streams_an_answer_and_updates_statistics(server):
         await tab.evaluate("$('further').value = JSON.stringify({ignore_eos: true})")
         await tab.type("What is the capital of France?")
         await tab.press("Enter")
-        shown = "document.querySelector('.assistant .text')?.textContent"
-        await tab.wait_until(f"{shown}?.includes('Paris')")
+        text_expression = "document.querySelector('.assistant .text')?.textContent"
+        await tab.wait_until(f"{text_expression}?.includes('Paris')")
         lengths = []
         # The answer goes on until the context is full, which leaves time for several checks.
         while len(lengths) < 4:
-            lengths.append(await tab.evaluate(f"{shown}.length"))
-            await tab.wait_until(f"{shown}.length > {lengths[-1]}")
+            lengths.append(await tab.evaluate(f"{text_expression}.length"))
+            await tab.wait_until(f"{text_expression}.length > {lengths[-1]}")
         await tab.wait_until("$('running').textContent === '1' && parseFloat($('cache').textContent) > 0")
         await tab.wait_until("parseFloat($('rate').textContent) > 0")
         await tab.wait_until("/\\d+ ms|\\d s/.test($('ttft').textContent)")

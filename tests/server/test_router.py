@@ -22,7 +22,7 @@ pytestmark = [
 ]
 
 ROUTER = Path(sys.executable).with_name("vllm-router")
-SMALL = ("--dtype", "float32", "--max-model-len", "2048", "--cpu-cache-gib", "0.2", "--max-num-seqs", "4")
+SIZE_FLAGS = ("--dtype", "float32", "--max-model-len", "2048", "--cpu-cache-gib", "0.2", "--max-num-seqs", "4")
 MODEL = "SmolLM2-135M-Instruct"
 # About 600 tokens, in many blocks.
 PROMPT = " ".join(f"In the year {year}, the town had {year * 7 % 900} houses." for year in range(1900, 1930))
@@ -118,7 +118,7 @@ def run_router(folder: Path, prefill_url: str, decode_url: str) -> Iterator[str]
                 process.kill()
 
 
-def conversation(number: int) -> list[dict]:
+def make_conversation(number: int) -> list[dict]:
     return [{"role": "user", "content": f"{number}. {PROMPT} What happened in 1905?"}]
 
 
@@ -128,7 +128,7 @@ def cluster(run_server, tmp_path_factory) -> Iterator[Cluster]:
     secret, port = folder / "secret", free_port()
     secret.touch(0o600)
     secret.write_bytes(os.urandom(32))
-    flags = (*SMALL, "--kv-offload-gib", "0.2", "--log-format", "json", "--transfer-secret-file", str(secret))
+    flags = (*SIZE_FLAGS, "--kv-offload-gib", "0.2", "--log-format", "json", "--transfer-secret-file", str(secret))
     prefill_flags = ("--role", "prefill", "--transfer-listen", f"127.0.0.1:{port}")
     decode_flags = ("--role", "decode", "--transfer-peers", f"127.0.0.1:{port}")
     with (
@@ -141,10 +141,10 @@ def cluster(run_server, tmp_path_factory) -> Iterator[Cluster]:
 
 def test_answers_through_the_router_equal_those_of_one_server(cluster):
     num_before = [len(read_requests(server)) for server in (cluster.prefill, cluster.decode)]
-    status, body = post_chat(cluster.router_url, messages=conversation(1))
+    status, body = post_chat(cluster.router_url, messages=make_conversation(1))
     texts = [read_text(body)]
     assert status == 200
-    status, body = post_chat(cluster.router_url, messages=conversation(2), stream=True)
+    status, body = post_chat(cluster.router_url, messages=make_conversation(2), stream=True)
     texts.append(read_streamed_text(body))
     assert status == 200
     prefilled = wait_for_requests(cluster.prefill, num_before[0] + 2)[num_before[0] :]
@@ -154,7 +154,7 @@ def test_answers_through_the_router_equal_those_of_one_server(cluster):
     decoded = wait_for_requests(cluster.decode, num_before[1] + 2)[num_before[1] :]
     # With another salt, the decode server finds no cached blocks, and computes the prompt itself.
     for number, text in enumerate(texts, 1):
-        _, body = post_chat(cluster.decode.url, messages=conversation(number), cache_salt="none")
+        _, body = post_chat(cluster.decode.url, messages=make_conversation(number), cache_salt="none")
         assert read_text(body) == text
     assert all(re.fullmatch(r"127\.0\.0\.1:\d+", line["prefix_peer"]) for line in decoded)
     assert [line["status"] for line in decoded] == [200, 200]
@@ -163,7 +163,7 @@ def test_answers_through_the_router_equal_those_of_one_server(cluster):
 def test_decode_server_fetches_prompts_from_the_prefill_server(cluster):
     num_before = len(read_requests(cluster.decode))
     fetched, served = (read_metric(*metric) for metric in metrics_of(cluster))
-    post_chat(cluster.router_url, messages=conversation(3))
+    post_chat(cluster.router_url, messages=make_conversation(3))
     # The router replaces the usage in the answer by that of the prefill server, so read the decode server's log.
     line = wait_for_requests(cluster.decode, num_before + 1)[-1]
     assert line["cached_tokens"] > 0.9 * line["prompt_tokens"]

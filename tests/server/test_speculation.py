@@ -73,7 +73,7 @@ async def answer_all(client: openai.AsyncOpenAI) -> list:
 
 
 @pytest.fixture(scope="module")
-def expected(shallow_server) -> list:
+def expected_answers(shallow_server) -> list:
     """The answers of the server without drafts."""
 
     async def ask() -> list:
@@ -113,16 +113,16 @@ def token_counts(usage) -> tuple[int, int, int]:
     return usage.prompt_tokens, usage.completion_tokens, usage.total_tokens
 
 
-async def test_simultaneous_answers_are_the_same_with_and_without_drafts(client, expected):
+async def test_simultaneous_answers_are_the_same_with_and_without_drafts(client, expected_answers):
     actual = await answer_all(client)
-    for answer, other in zip(expected, actual, strict=True):
+    for answer, other in zip(expected_answers, actual, strict=True):
         check_same_answer(answer, other)
     (choice,) = actual[list(REQUESTS).index("schema")].choices
     assert choice.finish_reason == "stop"
     assert set(json.loads(choice.message.content)) == {"city", "cities"}
 
 
-# The model as its own draft model costs more time than it saves, so the engine does not use its drafts.
+# Only n-grams: a model that drafts for itself costs more time than it saves, so the engine does not use its drafts.
 @pytest.mark.parametrize("speculating_server", ["ngram"], indirect=True)
 async def test_usage_and_metrics_count_the_drafts(client, shallow_server, speculating_server):
     before = draft_totals(speculating_server)

@@ -1,4 +1,4 @@
-"""Constrained answers and tool calls of a real model, with the official client."""
+"""Constrained answers and tool calls of a real model, with OpenAI's Python client."""
 
 import asyncio
 import json
@@ -28,7 +28,7 @@ TOOLS = [
 ]
 NAMED = {"type": "function", "function": {"name": "get_weather"}}
 # This template begins reasoning in the prompt and shows no tools.
-THINKING = (
+THINKING_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "<|im_start|>assistant\n{% if enable_thinking is not defined or enable_thinking %}<think>\n"
     "{% else %}<think>\n\n</think>\n\n{% endif %}"
@@ -89,8 +89,8 @@ def structured_outputs(**wanted):
 async def test_required_tool_calls_are_made(sdk, choice, reason):
     fields = {"tools": TOOLS, "tool_choice": choice, "parallel_tool_calls": False}
     whole = summarize(await create(sdk, **fields))
-    content, ((name, arguments),), ended = whole
-    assert (content, ended) == (None, reason)
+    content, ((name, arguments),), finish_reason = whole
+    assert (content, finish_reason) == (None, reason)
     if choice is NAMED:
         assert name == "get_weather"
     jsonschema.validate(json.loads(arguments), PARAMETERS if name == "get_weather" else {"const": {}})
@@ -154,8 +154,15 @@ async def test_text_matches_its_regex_choice_grammar_or_tag(sdk, fields, pattern
 
 
 async def test_constrained_choices_repeat_with_their_seed_and_have_logprobs(sdk):
-    wanted = {"type": "json_schema", "json_schema": {"name": "call", "schema": PARAMETERS}}
-    fields = {"n": 2, "seed": 3, "temperature": 1.0, "logprobs": True, "top_logprobs": 2, "response_format": wanted}
+    response_format = {"type": "json_schema", "json_schema": {"name": "call", "schema": PARAMETERS}}
+    fields = {
+        "n": 2,
+        "seed": 3,
+        "temperature": 1.0,
+        "logprobs": True,
+        "top_logprobs": 2,
+        "response_format": response_format,
+    }
     first, second = await asyncio.gather(create(sdk, **fields), create(sdk, **fields))
     for one, other in zip(first.choices, second.choices, strict=True):
         assert one.message.content == other.message.content
@@ -218,7 +225,8 @@ async def test_constraints_that_can_not_be_enforced_are_a_400(sdk, fields, param
 
 @pytest.mark.slow
 async def test_reasoning_is_unconstrained_and_has_a_budget(run_server, shallow_model, tmp_path):
-    # Copy the model, and rename two special tokens of its tokenizer to <think> and </think>.
+    # Make a model directory with links to the files of the model. Copy only tokenizer.json, and rename two special
+    # tokens there to <think> and </think>.
     model = tmp_path / "thinking"
     model.mkdir()
     for file in shallow_model.iterdir():
@@ -229,7 +237,7 @@ async def test_reasoning_is_unconstrained_and_has_a_budget(run_server, shallow_m
         text.replace("<jupyter_code>", "<think>").replace("<jupyter_output>", "</think>")
     )
     template = tmp_path / "template.jinja"
-    template.write_text(THINKING)
+    template.write_text(THINKING_TEMPLATE)
     flags = ("--max-model-len", "1024", "--cpu-cache-gib", "0.1", "--chat-template", str(template))
     with run_server(model, *flags, "--served-model-name", MODEL) as server:
         async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0, timeout=120) as sdk:

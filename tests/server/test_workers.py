@@ -85,7 +85,7 @@ def get(server, path):
             return error.code, error.read().decode()
 
 
-def metric_value(server, name):
+def read_metric(server, name):
     return float(re.search(rf"^nanovllm:{name}(?:{{[^}}]*}})? (\S+)$", get(server, "/metrics")[1], re.MULTILINE)[1])
 
 
@@ -115,24 +115,23 @@ async def test_two_workers_give_the_same_answers_and_metrics(shared_server):
 async def test_cached_tokens_tell_nothing_about_prompts_of_another_key(shared_server):
     messages = [{"role": "user", "content": "a secret " * 50}]
 
-    async def num_cached_tokens(api_key, **extra_body):
+    async def count_cached_tokens(api_key, **extra_body):
         answer = await send_request(shared_server, api_key, messages=messages, max_tokens=1, extra_body=extra_body)
         return answer.usage.prompt_tokens_details.cached_tokens
 
-    num_cached_template_tokens = await num_cached_tokens("any")
-    assert await num_cached_tokens("any") > num_cached_template_tokens
+    num_cached_template_tokens = await count_cached_tokens("any")
+    assert await count_cached_tokens("any") > num_cached_template_tokens
     # Neither an empty salt nor the digest of the other key finds the other key's blocks.
     digest = hashlib.sha256(b"any").hexdigest()
-    assert [await num_cached_tokens("other", cache_salt=salt) for salt in ("", digest)] == [0, 0]
-    assert await num_cached_tokens("other") > 0
+    assert [await count_cached_tokens("other", cache_salt=salt) for salt in ("", digest)] == [0, 0]
+    assert await count_cached_tokens("other") > 0
 
 
 async def test_workers_share_one_queue_limit(shared_server):
     streams = [asyncio.create_task(send_stream_request(shared_server, number, 600)) for number in range(24)]
     async with asyncio.timeout(20):
         while (
-            metric_value(shared_server, "num_requests_running") + metric_value(shared_server, "num_requests_waiting")
-            < 24
+            read_metric(shared_server, "num_requests_running") + read_metric(shared_server, "num_requests_waiting") < 24
         ):
             await asyncio.sleep(0.01)
     for _ in range(6):
@@ -142,7 +141,7 @@ async def test_workers_share_one_queue_limit(shared_server):
         stream.cancel()
     await asyncio.wait(streams)
     async with asyncio.timeout(20):
-        while metric_value(shared_server, "num_requests_running") + metric_value(shared_server, "num_requests_waiting"):
+        while read_metric(shared_server, "num_requests_running") + read_metric(shared_server, "num_requests_waiting"):
             await asyncio.sleep(0.05)
     for _ in range(6):
         assert (await send_request(shared_server, max_tokens=1)).usage.completion_tokens == 1
@@ -151,7 +150,7 @@ async def test_workers_share_one_queue_limit(shared_server):
 async def test_a_dead_worker_is_replaced(shared_server):
     streams = [asyncio.create_task(send_stream_request(shared_server, number, 500)) for number in range(8)]
     async with asyncio.timeout(20):
-        while metric_value(shared_server, "num_requests_running") < 8:
+        while read_metric(shared_server, "num_requests_running") < 8:
             await asyncio.sleep(0.01)
     victim, other = shared_server.worker_pids()
     os.kill(victim, signal.SIGKILL)
@@ -162,7 +161,7 @@ async def test_a_dead_worker_is_replaced(shared_server):
     assert all(isinstance(error, openai.APIError | OSError) or "peer closed" in str(error) for error in lost)
     async with asyncio.timeout(30):
         while not (
-            len(pids := shared_server.worker_pids()) == 2 and metric_value(shared_server, "num_requests_running") == 0
+            len(pids := shared_server.worker_pids()) == 2 and read_metric(shared_server, "num_requests_running") == 0
         ):
             await asyncio.sleep(0.05)
     assert other in pids
@@ -170,7 +169,7 @@ async def test_a_dead_worker_is_replaced(shared_server):
     # Either worker may get a connection. A connection to the dead worker waits for its replacement.
     for _ in range(8):
         assert (await send_request(shared_server, max_tokens=2)).usage.completion_tokens == 2
-    assert metric_value(shared_server, "kv_cache_usage_perc") == 0
+    assert read_metric(shared_server, "kv_cache_usage_perc") == 0
     assert all(has_rings(pid) for pid in pids)
     lines = [json.loads(line) for line in shared_server.errors if line.startswith("{")]
     assert [line["exit_code"] for line in lines if line["event"] == "HTTP worker died"] == [-9]
@@ -183,14 +182,14 @@ async def test_a_worker_that_does_not_respond_is_replaced_unless_replacements_di
         server.process.send_signal(signal.SIGSTOP)
         await asyncio.sleep(2.5)
         server.process.send_signal(signal.SIGCONT)
-        assert metric_value(server, "http_event_loop_lag_seconds_count") > 0
+        assert read_metric(server, "http_event_loop_lag_seconds_count") > 0
         victim = min(pids)
         os.kill(victim, signal.SIGSTOP)
         async with asyncio.timeout(60):
             # A killed worker's successor serves once it has loaded the tokenizer.
-            while victim in (found := set(server.worker_pids())) or len(found) < 2:
+            while victim in (new_pids := set(server.worker_pids())) or len(new_pids) < 2:
                 await asyncio.sleep(0.05)
-        assert pids - found == {victim}
+        assert pids - new_pids == {victim}
         for _ in range(8):
             assert (await send_request(server, max_tokens=1)).usage.completion_tokens == 1
         assert error_events(server) == [WORKER_HANGS, WORKER_DIED]
@@ -222,12 +221,12 @@ async def test_both_workers_drain_on_sigterm(run_server, tiny_model):
     with run_server(tiny_model, *FLAGS, "--max-num-seqs", "8", "--drain-timeout", "300") as server:
         streams = [asyncio.create_task(send_stream_request(server, number, 500)) for number in range(8)]
         async with asyncio.timeout(60):
-            while metric_value(server, "num_requests_running") < 8:
+            while read_metric(server, "num_requests_running") < 8:
                 await asyncio.sleep(0.01)
         # These requests wait in the queue; they are accepted too.
         streams += [asyncio.create_task(send_stream_request(server, number, 100)) for number in range(8, 12)]
         async with asyncio.timeout(60):
-            while metric_value(server, "num_requests_waiting") < 4:
+            while read_metric(server, "num_requests_waiting") < 4:
                 await asyncio.sleep(0.01)
         server.process.send_signal(signal.SIGTERM)
         # A service manager may signal all processes of the service; only the parent reacts.

@@ -1,4 +1,4 @@
-"""`python tests/structured/ask.py`: asks a server for an answer of every schema of all corpora, and prints a table.
+"""`python tests/structured/ask.py`: asks a server for answers to every schema of all corpora, and prints a table.
 
 Without `--url` it starts a server with the default model. It exits with 1 if an answer does not validate, is an error,
 or would never end. Corpora come from installed packages; `--save FILE` writes them, so that `--cases FILE` can read
@@ -20,47 +20,47 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from asking import FAILURES, VERDICTS, WAYS, Client, Named, Outcome, Question, Way
+from asking import FAILURES, VERDICTS, WAYS, Client, NamedSchema, Outcome, Question, Way
 from tqdm import tqdm
 
 CORPORA = ("suite", "tools", "real")
 # Fields of an outcome that `record` writes.
 OUTCOME_FIELDS = ("verdict", "detail", "text", "tokens", "seconds", "token_ids", "accepted_drafts", "rejected_drafts")
-# Functions of the corpus "tools" that one request offers if it requires a call of any of them.
-OFFERED = 4
+# Maximum number of functions of the corpus "tools" in a request that requires a call of any of its functions.
+MAX_OFFERED_FUNCTIONS = 4
 
 
-def read_cases(path: Path | None) -> list[Named]:
+def read_cases(path: Path | None) -> list[NamedSchema]:
     """Read the schemas of all corpora from a file that `--save` wrote, or from their sources if `path` is None."""
     if path is not None:
-        return [Named(**case) for case in json.loads(path.read_text())]
+        return [NamedSchema(**case) for case in json.loads(path.read_text())]
     from corpora import CORPUS_LOADERS
 
-    return [Named(name, case.name, case.schema) for name in CORPORA for case in CORPUS_LOADERS[name]()]
+    return [NamedSchema(name, case.name, case.schema) for name in CORPORA for case in CORPUS_LOADERS[name]()]
 
 
-def questions(cases: list[Named], corpora: list[str], ways: list[Way], limit: int | None) -> list[Question]:
+def make_questions(cases: list[NamedSchema], corpora: list[str], ways: list[Way], limit: int | None) -> list[Question]:
     """Make one question per way and schema; with the way "required", a question offers several functions."""
-    asked: list[Question] = []
+    questions: list[Question] = []
     for corpus in corpora:
-        some = [case for case in cases if case.corpus == corpus]
-        some = some[:: max(1, len(some) // limit)][:limit] if limit else some
-        objects = [case for case in some if isinstance(case.schema, dict)]
-        offered = OFFERED if corpus == "tools" else 1
+        chosen = [case for case in cases if case.corpus == corpus]
+        chosen = chosen[:: max(1, len(chosen) // limit)][:limit] if limit else chosen
+        objects = [case for case in chosen if isinstance(case.schema, dict)]
+        num_offered = MAX_OFFERED_FUNCTIONS if corpus == "tools" else 1
         for way in ways:
             match way:
                 case "answer":
-                    asked += [Question(way, (case,)) for case in some]
+                    questions += [Question(way, (case,)) for case in chosen]
                 case "named":
-                    asked += [Question(way, (case,)) for case in objects]
+                    questions += [Question(way, (case,)) for case in objects]
                 case "required":
-                    groups = [objects[begin : begin + offered] for begin in range(0, len(objects), offered)]
-                    asked += [Question(way, tuple(group)) for group in groups]
-    return asked
+                    groups = [objects[begin : begin + num_offered] for begin in range(0, len(objects), num_offered)]
+                    questions += [Question(way, tuple(group)) for group in groups]
+    return questions
 
 
 @contextmanager
-def own_server(*arguments: str, environment: Mapping[str, str] | None = None) -> Iterator[str]:
+def run_own_server(*arguments: str, environment: Mapping[str, str] | None = None) -> Iterator[str]:
     """Run a server with these arguments; yields its URL. Without a model, it has the default model.
 
     environment: variables in addition to those of this process.
@@ -78,50 +78,50 @@ def own_server(*arguments: str, environment: Mapping[str, str] | None = None) ->
             process.terminate()
 
 
-def ask_all(client: Client, asked: list[Question], concurrency: int, *, in_groups: bool = False) -> list[Outcome]:
+def ask_all(client: Client, questions: list[Question], concurrency: int, *, in_groups: bool = False) -> list[Outcome]:
     """Ask all questions; returns the outcomes in the order of the questions.
 
     in_groups: ask `concurrency` questions at the same moment, and the next ones when all are answered.
     """
     outcomes: dict[int, Outcome] = {}
-    group_size = concurrency if in_groups else max(len(asked), 1)
+    group_size = concurrency if in_groups else max(len(questions), 1)
     pool = ThreadPoolExecutor(concurrency)
     try:
-        with tqdm(total=len(asked), desc="asking", unit="answer") as bar:
-            for begin in range(0, len(asked), group_size):
-                group = enumerate(asked[begin : begin + group_size], begin)
+        with tqdm(total=len(questions), desc="asking", unit="answer") as bar:
+            for begin in range(0, len(questions), group_size):
+                group = enumerate(questions[begin : begin + group_size], begin)
                 waiting = {pool.submit(client.ask, question, seed): seed for seed, question in group}
                 for done in as_completed(waiting):
                     outcome = outcomes[waiting[done]] = done.result()
                     bar.update()
                     if outcome.verdict in FAILURES:
-                        bar.write(line(outcome))
+                        bar.write(format_failure(outcome))
     finally:
         # After an interrupt, only the requests that were already sent are waited for.
         pool.shutdown(cancel_futures=True)
-    return [outcomes[index] for index in range(len(asked))]
+    return [outcomes[index] for index in range(len(questions))]
 
 
-def line(outcome: Outcome) -> str:
+def format_failure(outcome: Outcome) -> str:
     """Return a failure as one line."""
-    names = ", ".join(each.name for each in outcome.question.named)
+    names = ", ".join(each.name for each in outcome.question.schemas)
     end = outcome.text if len(outcome.text) < 300 else "..." + outcome.text[-300:]
     return f"{outcome.verdict.upper()} {outcome.question.way} {names}: {outcome.detail} {end!r}"
 
 
-def table(outcomes: list[Outcome]) -> str:
+def format_table(outcomes: list[Outcome]) -> str:
     """Return a table: the number of each verdict and the length of valid answers, by corpus and way."""
     rows = [["corpus", "asked as", *VERDICTS, "all", "tokens of valid"]]
     groups = dict.fromkeys((outcome.question.corpus, outcome.question.way) for outcome in outcomes)
     for corpus, way in groups:
-        some = [each for each in outcomes if (each.question.corpus, each.question.way) == (corpus, way)]
-        rows.append([corpus, way, *_numbers(some)])
-    rows.append(["all", "", *_numbers(outcomes)])
+        chosen = [each for each in outcomes if (each.question.corpus, each.question.way) == (corpus, way)]
+        rows.append([corpus, way, *_format_numbers(chosen)])
+    rows.append(["all", "", *_format_numbers(outcomes)])
     widths = [max(len(row[index]) for row in rows) for index in range(len(rows[0]))]
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
 
 
-def _numbers(outcomes: list[Outcome]) -> list[str]:
+def _format_numbers(outcomes: list[Outcome]) -> list[str]:
     counts = Counter(outcome.verdict for outcome in outcomes)
     lengths = [outcome.tokens for outcome in outcomes if outcome.verdict == "valid"]
     mean = f"{sum(lengths) / len(lengths):.1f}" if lengths else "-"
@@ -134,7 +134,7 @@ def record(outcome: Outcome) -> dict[str, object]:
     return {
         "corpus": question.corpus,
         "way": question.way,
-        "names": [each.name for each in question.named],
+        "names": [each.name for each in question.schemas],
         **{name: getattr(outcome, name) for name in OUTCOME_FIELDS},
     }
 
@@ -157,17 +157,17 @@ def main() -> int:
     if options.save is not None:
         options.save.write_text(json.dumps([asdict(case) for case in cases]))
         return 0
-    asked = questions(cases, options.corpus, options.way, options.limit)
+    questions = make_questions(cases, options.corpus, options.way, options.limit)
     if options.url is not None:
-        outcomes = ask_all(Client(options.url, options.max_tokens, options.temperature), asked, options.concurrency)
+        outcomes = ask_all(Client(options.url, options.max_tokens, options.temperature), questions, options.concurrency)
     else:
-        with own_server() as url:
-            outcomes = ask_all(Client(url, options.max_tokens, options.temperature), asked, options.concurrency)
-    print(table(outcomes))
+        with run_own_server() as url:
+            outcomes = ask_all(Client(url, options.max_tokens, options.temperature), questions, options.concurrency)
+    print(format_table(outcomes))
     if options.outcomes is not None:
         options.outcomes.write_text(json.dumps([record(outcome) for outcome in outcomes]))
-    amid = Counter(outcome.detail for outcome in outcomes if outcome.verdict in ("cut", "run away"))
-    print("cut inside:", ", ".join(f"{name} {count}" for name, count in amid.most_common()) or "nothing")
+    num_cut_by_part = Counter(outcome.detail for outcome in outcomes if outcome.verdict in ("cut", "run away"))
+    print("cut inside:", ", ".join(f"{name} {count}" for name, count in num_cut_by_part.most_common()) or "nothing")
     return int(any(outcome.verdict in FAILURES for outcome in outcomes))
 
 

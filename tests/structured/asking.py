@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import jsonschema
 import orjson
 from refusals import names_keyword
-from tails import Tail, tail_of
+from tails import Tail, find_tail
 
 # How a question uses a schema: as the format of the answer, as the parameters of functions of which at least one must
 # be called, or as the parameters of the function that must be called.
@@ -31,13 +31,13 @@ Verdict = Literal["valid", "refused", "no object", "limit", "cut", "run away", "
 VERDICTS: tuple[Verdict, ...] = ("valid", "refused", "no object", "limit", "cut", "run away", "invalid", "broken")
 FAILURES: frozenset[Verdict] = frozenset({"run away", "invalid", "broken"})
 # Maximum characters of a schema in the prompt of the way "answer". The server itself adds functions to the prompt.
-SHOWN = 500
+MAX_SHOWN_CHARACTERS = 500
 TIMEOUT_S = 1800
 NUM_TOP_LOGPROBS = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
+class NamedSchema:
     """A schema of a corpus."""
 
     corpus: str
@@ -47,15 +47,15 @@ class Named:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One request. named: the schema of the answer, or the schema of the parameters of each function."""
+    """One request. schemas: the schema of the answer, or the schema of the parameters of each function."""
 
     way: Way
-    named: tuple[Named, ...]
+    schemas: tuple[NamedSchema, ...]
 
     @property
     def corpus(self) -> str:
         """The corpus of the schemas."""
-        return self.named[0].corpus
+        return self.schemas[0].corpus
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,19 +140,19 @@ class Client:
             "seed": seed,
             "return_token_ids": True,
         }
-        first = question.named[0]
+        first = question.schemas[0]
         if question.way == "answer":
-            shown = json.dumps(first.schema)[:SHOWN]
+            shown = json.dumps(first.schema)[:MAX_SHOWN_CHARACTERS]
             messages = [_user(f"Give an example of {first.name}: JSON of this schema: {shown}")]
-            form = {"name": "answer", "strict": True, "schema": first.schema}
+            json_schema = {"name": "answer", "strict": True, "schema": first.schema}
             return {
                 **settings,
                 "messages": messages,
-                "response_format": {"type": "json_schema", "json_schema": form},
+                "response_format": {"type": "json_schema", "json_schema": json_schema},
             }
         tools = [
             {"type": "function", "function": {"name": function_name(each, index), "parameters": each.schema}}
-            for index, each in enumerate(question.named)
+            for index, each in enumerate(question.schemas)
         ]
         choice = {"type": "function", "function": {"name": tools[0]["function"]["name"]}}
         return {
@@ -166,7 +166,7 @@ class Client:
         parts = urlsplit(self.url)
         connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=TIMEOUT_S)
         try:
-            # orjson can not write the integers beyond 64 bits of the official suite.
+            # orjson cannot write integers beyond 64 bits, and the official suite has such integers.
             payload = None if body is None else json.dumps(body)
             connection.request(method, path, payload, {"Content-Type": "application/json"})
             response = connection.getresponse()
@@ -175,7 +175,7 @@ class Client:
             connection.close()
 
 
-def function_name(named: Named, index: int) -> str:
+def function_name(named: NamedSchema, index: int) -> str:
     """Return the name of the function whose parameters are the index-th schema of a request."""
     return f"{re.sub('[^A-Za-z0-9_]+', '_', named.name)[:40]}_{index}"
 
@@ -187,30 +187,30 @@ def _user(text: str) -> dict[str, str]:
 def judge(question: Question, status: int, body: Any) -> tuple[Verdict, str, str]:
     """Return the verdict on an answer, the reason, and the text that was judged."""
     if status != 200:
-        return _refusal(status, body)
+        return _judge_refusal(status, body)
     (choice,) = body["choices"]
     message, reason = choice["message"], choice["finish_reason"]
     if question.way == "answer":
-        answers = [(question.named[0], message["content"] or "")]
+        answers = [(question.schemas[0], message["content"] or "")]
     else:
-        by_name = {function_name(each, index): each for index, each in enumerate(question.named)}
+        by_name = {function_name(each, index): each for index, each in enumerate(question.schemas)}
         calls = [call["function"] for call in message["tool_calls"] or []]
         if message["content"] and reason != "length":
             return "invalid", "text beside calls", message["content"]
-        if strange := [call["name"] for call in calls if call["name"] not in by_name]:
-            return "invalid", f"no such function: {strange[0]}", ""
+        if unknown_names := [call["name"] for call in calls if call["name"] not in by_name]:
+            return "invalid", f"no such function: {unknown_names[0]}", ""
         answers = [(by_name[call["name"]], call["arguments"]) for call in calls]
     text = "\n".join(text for _, text in answers) or message["content"] or ""
     if reason == "length":
-        tail = tail_of(answers[-1][1] if answers else text, choice["token_ids"])
+        tail = find_tail(answers[-1][1] if answers else text, choice["token_ids"])
         # Only the last call can be incomplete.
-        problem = next((found for found in map(_problem, answers[:-1]) if found), None)
-        return ("invalid", problem, text) if problem else (*_cut(tail), text)
+        problem = next((found for found in map(_find_problem, answers[:-1]) if found), None)
+        return ("invalid", problem, text) if problem else (*_judge_cut(tail), text)
     if reason != _expected_finish_reason(question.way):
         return "invalid", f"finish_reason {reason}", text
     if not answers:
         return "invalid", "nothing was called", text
-    problem = next((found for found in map(_problem, answers) if found), None)
+    problem = next((found for found in map(_find_problem, answers) if found), None)
     return ("invalid", problem, text) if problem else ("valid", "", text)
 
 
@@ -218,11 +218,11 @@ def _expected_finish_reason(way: Way) -> str:
     return "tool_calls" if way == "required" else "stop"
 
 
-def _cut(tail: Tail) -> tuple[Verdict, str]:
-    return ("run away" if tail.endless else "cut"), tail.amid
+def _judge_cut(tail: Tail) -> tuple[Verdict, str]:
+    return ("run away" if tail.endless else "cut"), tail.part
 
 
-def _refusal(status: int, body: Any) -> tuple[Verdict, str, str]:
+def _judge_refusal(status: int, body: Any) -> tuple[Verdict, str, str]:
     error = body["error"]
     message, code, param = error["message"], error["code"], error["param"] or ""
     detail = f"{status} {code} {param[:80]}: {message[:300]}"
@@ -237,12 +237,12 @@ def _refusal(status: int, body: Any) -> tuple[Verdict, str, str]:
     return "broken", detail, ""
 
 
-def _problem(answer: tuple[Named, str]) -> str | None:
+def _find_problem(answer: tuple[NamedSchema, str]) -> str | None:
     """Return why a text is not JSON that meets its schema; None if it is."""
     schema = answer[0].schema
     try:
         value = json.loads(answer[1])
-        # orjson is stricter than json: other readers accept what it accepts.
+        # orjson is stricter than json: what orjson accepts, other readers accept too.
         orjson.loads(answer[1])
     except (ValueError, RecursionError) as error:
         return f"not JSON: {error}"

@@ -18,7 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from ask import CORPORA, ask_all, own_server, questions, read_cases, record, table
+from ask import CORPORA, ask_all, format_table, make_questions, read_cases, record, run_own_server
 from asking import FAILURES, WAYS, Client, Outcome, Question
 
 from nanovllm_models.default_model import MODEL_NAME
@@ -53,14 +53,17 @@ class Difference:
     margin: float | None
 
 
-def spread(asked: list[Question], number: int) -> list[Question]:
+def spread(questions: list[Question], number: int) -> list[Question]:
     """Choose `number` of the questions, evenly spread; all if there are fewer."""
-    count = min(number, len(asked))
-    return [asked[index * len(asked) // count] for index in range(count)]
+    count = min(number, len(questions))
+    return [questions[index * len(questions) // count] for index in range(count)]
 
 
 def find_differences(client: Client, plain: list[Outcome], drafted: list[Outcome]) -> list[Difference]:
-    """Compare outcomes by their token ids and verdicts. client: of the server without drafts; measures margins."""
+    """Compare outcomes by their token ids and verdicts.
+
+    client: client of the server without drafts; measures margins.
+    """
     return [
         _difference(client, seed, *pair)
         for seed, pair in enumerate(zip(plain, drafted, strict=True))
@@ -75,7 +78,7 @@ def _difference(client: Client, seed: int, plain: Outcome, drafted: Outcome) -> 
         outcome.token_ids[position] if position < len(outcome.token_ids) else None for outcome in (plain, drafted)
     )
     return Difference(
-        ", ".join(each.name for each in plain.question.named),
+        ", ".join(each.name for each in plain.question.schemas),
         plain.question.way,
         seed,
         (plain.verdict, drafted.verdict),
@@ -89,8 +92,8 @@ def _margin(client: Client, seed: int, plain: Outcome, position: int, token_with
     if position >= len(plain.token_ids) or token_with_drafts is None:
         return None
     # The answer may differ again, because the question is now alone in its steps.
-    again = client.ask(plain.question, seed)
-    if again.token_ids[: position + 1] != plain.token_ids[: position + 1]:
+    repeated = client.ask(plain.question, seed)
+    if repeated.token_ids[: position + 1] != plain.token_ids[: position + 1]:
         return None
     top = client.likeliest_tokens(plain.question, seed)[position]
     token_without_drafts = plain.token_ids[position]
@@ -101,7 +104,7 @@ def _margin(client: Client, seed: int, plain: Outcome, position: int, token_with
     )
 
 
-def summary(outcomes: list[Outcome]) -> str:
+def format_summary(outcomes: list[Outcome]) -> str:
     """Return the number of answers, failures, tokens and drafts as one line."""
     answered = [outcome for outcome in outcomes if outcome.token_ids]
     failures = sum(outcome.verdict in FAILURES for outcome in outcomes)
@@ -127,8 +130,8 @@ class Comparison:
 
     def describe(self) -> str:
         """Return a table of the answers with drafts, a summary of both servers, and all differences."""
-        lines = [f"\ntemperature {self.temperature:g}, with drafts", table(self.drafted)]
-        lines += [f"without drafts: {summary(self.plain)}", f"with drafts:    {summary(self.drafted)}"]
+        lines = [f"\ntemperature {self.temperature:g}, with drafts", format_table(self.drafted)]
+        lines += [f"without drafts: {format_summary(self.plain)}", f"with drafts:    {format_summary(self.drafted)}"]
         ways = Counter(difference.way for difference in self.differences)
         lines.append(f"different answers: {len(self.differences)} {dict(ways) or ''}")
         return "\n".join([*lines, *(f"  {difference}" for difference in self.differences)])
@@ -144,7 +147,7 @@ class Comparison:
 
 
 def compare(
-    asked: list[Question],
+    questions: list[Question],
     model: str,
     method: str,
     temperatures: list[float],
@@ -160,16 +163,16 @@ def compare(
     """
     search_path = filter(None, (str(ALWAYS_DRAFT_DIRECTORY), os.environ.get("PYTHONPATH")))
     environment = {"PYTHONPATH": os.pathsep.join(search_path)} if always_drafts else {}
-    with own_server(model, *DRAFT_FLAGS[method], environment=environment) as url:
+    with run_own_server(model, *DRAFT_FLAGS[method], environment=environment) as url:
         drafted = [
-            ask_all(Client(url, max_tokens, temperature), asked, concurrency, in_groups=always_drafts)
+            ask_all(Client(url, max_tokens, temperature), questions, concurrency, in_groups=always_drafts)
             for temperature in temperatures
         ]
     comparisons: list[Comparison] = []
-    with own_server(model, *PLAIN_FLAGS) as url:
+    with run_own_server(model, *PLAIN_FLAGS) as url:
         for temperature, outcomes in zip(temperatures, drafted, strict=True):
             client = Client(url, max_tokens, temperature)
-            plain = ask_all(client, asked, concurrency)
+            plain = ask_all(client, questions, concurrency)
             comparisons.append(Comparison(temperature, plain, outcomes, find_differences(client, plain, outcomes)))
     return comparisons
 
@@ -182,16 +185,16 @@ def main() -> int:
     parser.add_argument("--speculate", choices=DRAFT_FLAGS, default="ngram", help="what proposes drafts")
     parser.add_argument("--always", action="store_true", help="propose drafts also where they cost more than they save")
     parser.add_argument("--corpus", nargs="+", choices=CORPORA, default=["tools"])
-    parser.add_argument("--way", nargs="+", choices=WAYS, default=list(WAYS), help="what schemas are asked for as")
+    parser.add_argument("--way", nargs="+", choices=WAYS, default=list(WAYS), help="how a request uses a schema")
     parser.add_argument("--concurrency", type=int, default=32)
     parser.add_argument("--max-tokens", type=int, default=200)
     parser.add_argument("--temperature", nargs="+", type=float, default=[0.0, 0.7])
     parser.add_argument("--cases", type=Path, help="read the corpora from a file that ask.py --save wrote")
     parser.add_argument("--outcomes", type=Path, help="write all outcomes and differences to a file, as JSON")
     options = parser.parse_args()
-    asked = spread(questions(read_cases(options.cases), options.corpus, options.way, None), options.number)
+    questions = spread(make_questions(read_cases(options.cases), options.corpus, options.way, None), options.number)
     comparisons = compare(
-        asked,
+        questions,
         options.model,
         options.speculate,
         options.temperature,

@@ -14,8 +14,8 @@ from typing import Any
 DATA = Path(__file__).parent / "data"
 # Packages that contain JSON schemas as files.
 PACKAGES = ("check-jsonschema", "validate-pyproject-schema-store", "jsonschema-specifications")
-# Number of parts of one large schema that become cases of their own.
-PARTS = 6
+# Maximum number of parts of one schema, per keyword, that become cases of their own.
+MAX_PARTS = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +40,14 @@ def load_tool_parameters() -> list[Case]:
 
 def load_package_schemas() -> list[Case]:
     """Return schemas of installed packages: files, parts of files, and pydantic models."""
-    return [*_files(), *_models("openai.types.chat"), *_models("openai.types.fine_tuning")]
+    return [*_read_files(), *_read_models("openai.types.chat"), *_read_models("openai.types.fine_tuning")]
 
 
 def _load(name: str) -> list[dict[str, Any]]:
     return json.loads(gzip.decompress((DATA / name).read_bytes()))
 
 
-def _files() -> Iterator[Case]:
+def _read_files() -> Iterator[Case]:
     for package in PACKAGES:
         for path in sorted(importlib.metadata.files(package) or (), key=str):
             if path.suffix != ".json":
@@ -58,25 +58,27 @@ def _files() -> Iterator[Case]:
             yield Case(f"{package}: {path.name}", schema)
             for keyword in ("definitions", "$defs"):
                 parts = schema.get(keyword)
-                for name in list(parts)[:: max(1, len(parts) // PARTS)][:PARTS] if isinstance(parts, dict) else ():
+                for name in (
+                    list(parts)[:: max(1, len(parts) // MAX_PARTS)][:MAX_PARTS] if isinstance(parts, dict) else ()
+                ):
                     kept = {key: value for key, value in schema.items() if key in (keyword, "$schema", "$id")}
                     pointer = name.replace("~", "~0").replace("/", "~1").replace("%", "%25")
                     yield Case(f"{package}: {path.name} {name}", {**kept, "$ref": f"#/{keyword}/{pointer}"})
 
 
-def _models(package: str) -> Iterator[Case]:
+def _read_models(package: str) -> Iterator[Case]:
     """Yield every pydantic model in the modules of a package."""
     from pydantic import BaseModel
     from pydantic.errors import PydanticInvalidForJsonSchema, PydanticUserError
 
     seen: set[type] = set()
     for module in pkgutil.walk_packages(importlib.import_module(package).__path__, package + "."):
-        for name, kind in sorted(inspect.getmembers(importlib.import_module(module.name), inspect.isclass)):
-            if not issubclass(kind, BaseModel) or kind in seen or not kind.__module__.startswith(package):
+        for name, model in sorted(inspect.getmembers(importlib.import_module(module.name), inspect.isclass)):
+            if not issubclass(model, BaseModel) or model in seen or not model.__module__.startswith(package):
                 continue
-            seen.add(kind)
+            seen.add(model)
             try:
-                yield Case(f"{module.name}: {name}", kind.model_json_schema())
+                yield Case(f"{module.name}: {name}", model.model_json_schema())
             except (PydanticInvalidForJsonSchema, PydanticUserError):
                 continue  # pydantic can't describe one of its fields.
 

@@ -12,14 +12,14 @@ import jsonschema
 import xgrammar
 from corpora import Case
 from refusals import names_keyword
-from walks import Walker, hints
+from walks import Walker, find_hints
 
 from nanovllm_core.errors import GrammarError
 from nanovllm_core.grammar.schemas.conversion import convert_schema
 from nanovllm_core.grammar.schemas.formats import FORMATS
 
 # Compile times above this number of seconds are reported.
-SLOW = 2.0
+SLOW_COMPILE_S = 2.0
 
 
 @dataclass
@@ -47,7 +47,7 @@ def prove(
 def _prove(walker: Walker, case: Case, walks: int, tag: bool, report: Report) -> None:
     begin = time.perf_counter()
     try:
-        written = convert_schema(case.schema, "schema")
+        converted_schema = convert_schema(case.schema, "schema")
     except GrammarError as refusal:
         _note_refusal(case, refusal, report)
         return
@@ -56,17 +56,17 @@ def _prove(walker: Walker, case: Case, walks: int, tag: bool, report: Report) ->
     report.counts["accepted"] += 1
     begin = time.perf_counter()
     try:
-        grammar = walker.compile(written, tag=tag)
+        grammar = walker.compile(converted_schema, tag=tag)
     except RuntimeError as error:
-        report.wrong.append(f"{case.name}: {str(error)[:300]} for {json.dumps(written)[:300]}")
+        report.wrong.append(f"{case.name}: {str(error)[:300]} for {json.dumps(converted_schema)[:300]}")
         return
-    took = time.perf_counter() - begin
-    report.seconds["compile"] += took
-    if took > SLOW:
-        report.slow.append(f"{case.name}: {took:.1f} s")
+    compile_s = time.perf_counter() - begin
+    report.seconds["compile"] += compile_s
+    if compile_s > SLOW_COMPILE_S:
+        report.slow.append(f"{case.name}: {compile_s:.1f} s")
     # Grammars do not enforce formats outside FORMATS, so they may permit values of another format.
-    annotated = case.name.startswith("optional/format") and case.schema.get("format") not in FORMATS
-    for value in [] if annotated else case.invalid:
+    is_format_ignored = case.name.startswith("optional/format") and case.schema.get("format") not in FORMATS
+    for value in [] if is_format_ignored else case.invalid:
         if walker.accepts(grammar, json.dumps(value, ensure_ascii=False)):
             report.wrong.append(f"{case.name}: permits {json.dumps(value)[:200]}")
     for value in case.valid:
@@ -89,10 +89,10 @@ def _note_refusal(case: Case, refusal: GrammarError, report: Report) -> None:
 def _walk(walker: Walker, grammar: xgrammar.CompiledGrammar, case: Case, walks: int, report: Report) -> None:
     validator = jsonschema.validators.validator_for(case.schema, default=jsonschema.Draft202012Validator)(case.schema)
     rng = random.Random(case.name)
-    words = hints(case.schema)
+    texts = find_hints(case.schema)
     for _ in range(walks):
         try:
-            walk = walker.walk(grammar, rng, words)
+            walk = walker.walk(grammar, rng, texts)
         except AssertionError as error:
             report.wrong.append(f"{case.name}: {error}")
             return

@@ -13,11 +13,11 @@ from walks import default_walker
 
 def main() -> int:
     """Print the outcomes for each corpus; returns 1 if anything is wrong."""
-    options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("--walks", type=int, default=20, help="texts that each schema's grammar generates")
-    options.add_argument("--corpus", nargs="+", choices=CORPUS_LOADERS, default=list(CORPUS_LOADERS))
-    options.add_argument("-v", action="store_true", dest="is_verbose", help="print refused schemas")
-    arguments = options.parse_args()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--walks", type=int, default=20, help="texts that each schema's grammar generates")
+    parser.add_argument("--corpus", nargs="+", choices=CORPUS_LOADERS, default=list(CORPUS_LOADERS))
+    parser.add_argument("-v", action="store_true", dest="is_verbose", help="print refused schemas")
+    arguments = parser.parse_args()
     walker = default_walker()
     failed = False
     for name in arguments.corpus:

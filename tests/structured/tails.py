@@ -8,28 +8,28 @@ from typing import Literal
 # A run of whitespace, or a number, with at least this many characters counts as endless.
 LONG_WHITESPACE = 10
 LONG_NUMBER = 45
-# A string counts as endless if its end, of this many characters and tokens, repeats a sequence TIMES times.
+# A string counts as endless if its end, of this many characters and tokens, repeats a sequence MIN_REPETITIONS times.
 REPEATED_CHARACTERS = 120
 REPEATED_TOKENS = 128
-TIMES = 4
+MIN_REPETITIONS = 4
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 _NUMBER = re.compile(r"[-+.0-9eE]+$")
 
 
 @dataclass(frozen=True, slots=True)
 class Tail:
-    """amid: the part of JSON in which the text was cut off. endless: whether this part looks as if it never ends."""
+    """part: the part of JSON in which the text was cut off. endless: whether this part looks as if it never ends."""
 
-    amid: Literal["whitespace", "number", "string", "array or object"]
+    part: Literal["whitespace", "number", "string", "array or object"]
     endless: bool
 
 
-def tail_of(text: str, tokens: Sequence[int]) -> Tail:
+def find_tail(text: str, tokens: Sequence[int]) -> Tail:
     """Return where `text`, the beginning of a JSON text, was cut off. tokens: the last tokens of `text`."""
     # After complete strings are removed, a quotation mark begins the string that was cut off.
     _, quote, within = _STRING.sub("", text).partition('"')
     if quote:
-        return Tail("string", repeats(within, REPEATED_CHARACTERS) and repeats(tokens, REPEATED_TOKENS))
+        return Tail("string", is_repetitive(within, REPEATED_CHARACTERS) and is_repetitive(tokens, REPEATED_TOKENS))
     spaces = len(text) - len(text.rstrip())
     if spaces >= LONG_WHITESPACE:
         return Tail("whitespace", True)
@@ -38,10 +38,10 @@ def tail_of(text: str, tokens: Sequence[int]) -> Tail:
     return Tail("array or object", False)
 
 
-def repeats(text: Sequence[object], least: int) -> bool:
-    """Return whether at least the last `least` elements of `text` repeat a shorter sequence."""
-    for period in range(1, len(text) // TIMES + 1):
-        length = max(least, period * TIMES)
+def is_repetitive(text: Sequence[object], min_length: int) -> bool:
+    """Return whether at least the last `min_length` elements of `text` repeat a shorter sequence."""
+    for period in range(1, len(text) // MIN_REPETITIONS + 1):
+        length = max(min_length, period * MIN_REPETITIONS)
         if length > len(text):
             return False
         end = text[-length:]

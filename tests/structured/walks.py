@@ -17,10 +17,10 @@ from nanovllm_core.grammar.schemas import regex
 from nanovllm_core.grammar.schemas.formats import FORMATS
 from nanovllm_models.default_model import default_model_path
 
-# After this many tokens a walk prefers tokens that end the text; after MAX_TOKENS it counts as endless.
+# After STEER_AFTER tokens, a walk prefers tokens that end the text. After MAX_TOKENS tokens, it counts as endless.
 STEER_AFTER = 60
 MAX_TOKENS = 2_000
-ENDING = ('"', "}", "]", '"}', '"]', "}}", '"}}', "0", "1", "null", "true")
+CLOSING_TOKENS = ('"', "}", "]", '"}', '"]', "}}", '"}}', "0", "1", "null", "true")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,19 +33,19 @@ class Walk:
 
 
 class Walker:
-    """Walks through grammars with one tokenizer. vocabulary: the bytes of each token; end: id of the end token."""
+    """Walks through grammars with one tokenizer. vocabulary: the bytes of each token. end_id: id of the end token."""
 
-    def __init__(self, vocabulary: list[bytes], end: int):
-        info = xgrammar.TokenizerInfo(vocabulary, stop_token_ids=[end], vocab_size=len(vocabulary))
+    def __init__(self, vocabulary: list[bytes], end_id: int):
+        info = xgrammar.TokenizerInfo(vocabulary, stop_token_ids=[end_id], vocab_size=len(vocabulary))
         self.compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
         self.vocabulary = vocabulary
-        self.end = end
+        self.end_id = end_id
         # Bytes that never occur in UTF-8 have no token.
-        self.bytes = {token[0]: index for index, token in enumerate(vocabulary) if len(token) == 1}
-        self.closing = [vocabulary.index(word.encode()) for word in ENDING if word.encode() in vocabulary]
-        self.short = [index for index, token in enumerate(vocabulary) if len(token) == 1]
+        self.id_by_byte = {token[0]: index for index, token in enumerate(vocabulary) if len(token) == 1}
+        self.closing = [vocabulary.index(word.encode()) for word in CLOSING_TOKENS if word.encode() in vocabulary]
+        self.single_bytes = [index for index, token in enumerate(vocabulary) if len(token) == 1]
         # Rare tokens: non-ASCII characters, parts of them, escapes and control characters.
-        self.odd = [
+        self.rare = [
             index for index, token in enumerate(vocabulary) if any(b >= 0x7F or b < 0x20 or b == 92 for b in token)
         ]
         self.mask = xgrammar.allocate_token_bitmask(1, len(vocabulary))
@@ -60,26 +60,26 @@ class Walker:
     def walk(self, grammar: xgrammar.CompiledGrammar, rng: random.Random, hints: list[str] | None = None) -> Walk:
         """Walk once, with random tokens of the mask. After a while, tokens that close the text are preferred.
 
-        hints: texts that a random walk would not find, such as a string that a pattern needs; tried in long walks.
+        hints: texts that a random walk would not find, such as a string that a pattern needs. Long walks try them.
         """
         matcher = xgrammar.GrammarMatcher(grammar)
         written: list[int] = []
         while len(written) < MAX_TOKENS:
             matcher.fill_next_token_bitmask(self.mask)
-            ending = self._allowed(self.end)
-            if hints and not ending and len(written) > STEER_AFTER // 2 and rng.random() < 0.2:
+            may_end = self._allowed(self.end_id)
+            if hints and not may_end and len(written) > STEER_AFTER // 2 and rng.random() < 0.2:
                 for byte in rng.choice(hints).encode():
-                    if not matcher.accept_token(self.bytes[byte]):
+                    if not matcher.accept_token(self.id_by_byte[byte]):
                         break
-                    written.append(self.bytes[byte])
+                    written.append(self.id_by_byte[byte])
                 continue
-            token = self.end if ending and (len(written) > STEER_AFTER or rng.random() < 0.7) else None
+            token = self.end_id if may_end and (len(written) > STEER_AFTER or rng.random() < 0.7) else None
             token = self._choose(len(written), rng) if token is None else token
             if token is None:
                 raise AssertionError(f"no token is allowed after {self.text(written)[-200:]!r}")
             if not matcher.accept_token(token):
                 raise AssertionError(f"{self.vocabulary[token]!r} was allowed and is not accepted")
-            if token == self.end:
+            if token == self.end_id:
                 return Walk(self.text(written), len(written), True)
             written.append(token)
         return Walk(self.text(written), len(written), False)
@@ -87,15 +87,15 @@ class Walker:
     def _allowed(self, token: int) -> bool:
         return bool(self.bits[token >> 3] >> (token & 7) & 1)
 
-    def _choose(self, done: int, rng: random.Random) -> int | None:
-        late = done >= STEER_AFTER
+    def _choose(self, num_written: int, rng: random.Random) -> int | None:
+        late = num_written >= STEER_AFTER
         groups: list[list[int]] = []
         if rng.random() < (0.9 if late else 0.25):
             groups.append(self.closing)
         if late and rng.random() < 0.5:
-            groups.append(self.short)
+            groups.append(self.single_bytes)
         if rng.random() < 0.3:
-            groups.append(self.odd)
+            groups.append(self.rare)
         for group in groups:
             # Try at most 20 tokens, because a group may be long.
             for token in rng.sample(group, min(len(group), 20)):
@@ -103,15 +103,15 @@ class Walker:
                     return token
         for _ in range(20):
             token = rng.randrange(len(self.vocabulary))
-            if self._allowed(token) and token != self.end:
+            if self._allowed(token) and token != self.end_id:
                 return token
-        left = np.flatnonzero(np.unpackbits(self.bits, bitorder="little", count=len(self.vocabulary)))
-        return int(left[rng.randrange(len(left))]) if len(left) else None
+        allowed_ids = np.flatnonzero(np.unpackbits(self.bits, bitorder="little", count=len(self.vocabulary)))
+        return int(allowed_ids[rng.randrange(len(allowed_ids))]) if len(allowed_ids) else None
 
     def accepts(self, grammar: xgrammar.CompiledGrammar, text: str) -> bool:
         """Whether the grammar permits `text` and may end there."""
         matcher = xgrammar.GrammarMatcher(grammar)
-        return matcher.accept_string(text) and matcher.accept_token(self.end)
+        return matcher.accept_string(text) and matcher.accept_token(self.end_id)
 
     def text(self, tokens: list[int]) -> str:
         """Return the text of the tokens."""
@@ -125,7 +125,7 @@ def default_walker() -> Walker:
     return Walker(list(info.decoded_vocab), tokenizer.eos_token_id)
 
 
-def hints(schema) -> list[str]:
+def find_hints(schema) -> list[str]:
     """Return strings that match the patterns and formats anywhere in a schema."""
     found: set[str] = set()
     waiting = [schema]
@@ -134,8 +134,8 @@ def hints(schema) -> list[str]:
         if isinstance(value, dict):
             waiting.extend(value.values())
             name = value.get("format")
-            enforced = FORMATS.get(name) if isinstance(name, str) else None
-            texts = [enforced, value.get("pattern"), *(value.get("patternProperties") or ())]
+            format_pattern = FORMATS.get(name) if isinstance(name, str) else None
+            texts = [format_pattern, value.get("pattern"), *(value.get("patternProperties") or ())]
             for text in texts:
                 if isinstance(text, str):
                     try:

@@ -1,4 +1,4 @@
-"""Tests the limits of malloc's memory."""
+"""Tests that malloc's free memory is returned to the system."""
 
 import sys
 from pathlib import Path
@@ -21,7 +21,7 @@ def test_free_pages_between_used_blocks_are_returned_to_the_system():
     blocks = [b"x" * 1000 + bytes([index % 256]) for index in range(128 * 1024)]
     kept = blocks[::128]
     del blocks
-    before = resident_bytes()
+    bytes_before = resident_bytes()
     return_freed_memory()
-    assert resident_bytes() < before - 64 * MIB
+    assert resident_bytes() < bytes_before - 64 * MIB
     assert all(len(block) == 1001 for block in kept)

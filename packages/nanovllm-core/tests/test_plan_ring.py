@@ -64,7 +64,7 @@ def test_reader_waits_for_the_payload_if_the_position_arrives_first():
     first, second = b"a" * 100, b"b" * 100
     writer.write(first)
     assert reader.read() == first
-    # Simulate reordered stores: part of the payload is still that of an earlier lap.
+    # Simulate reordered stores: part of the payload still has the bytes of an earlier round of the ring.
     end = writer._positions[0]
     writer.write(second)
     stored = bytes(writer._data[end : end + 200])

@@ -36,7 +36,7 @@ def test_readme_example_runs_with_core_alone(tmp_path):
     (tmp_path / "toy.py").write_text(example())
     uv("venv", "--quiet", "env", cwd=tmp_path)
     python = str(tmp_path / "env" / "bin" / "python")
-    # This version is that of the workspace's lock file, so uv need not download torch again.
+    # The workspace's lock file has the same version of torch, so uv need not download torch again.
     uv("pip", "install", "--quiet", "--python", python, "torch==2.11.0", str(KERNELS), str(CORE), cwd=tmp_path)
     names = {line.split()[0] for line in uv("pip", "list", "--python", python, cwd=tmp_path).splitlines()[2:]}
     assert "nanovllm-core" in names

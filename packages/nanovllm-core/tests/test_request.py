@@ -72,11 +72,18 @@ def test_a_request_travels_with_its_prompt_as_bytes():
     assert np.arange(1000, dtype=np.int32).tobytes() in payload
     message = wire.decode_to_engine(payload)
     assert isinstance(message, wire.Submit)
-    got = message.to_request()
-    assert got.prompt_ids.tolist() == [*range(1000)]
-    assert (message.key, got.id, got.sampling, got.cache_salt, got.priority, got.arrival_time) == (
+    received = message.to_request()
+    assert received.prompt_ids.tolist() == [*range(1000)]
+    assert (
+        message.key,
+        received.id,
+        received.sampling,
+        received.cache_salt,
+        received.priority,
+        received.arrival_time,
+    ) == (
         *(11, "a", sent.sampling),
         *("salt", 2, 1.5),
     )
-    assert not got.prompt_ids.flags.writeable
-    assert got.prediction_ids.tolist() == [5, 6]
+    assert not received.prompt_ids.flags.writeable
+    assert received.prediction_ids.tolist() == [5, 6]

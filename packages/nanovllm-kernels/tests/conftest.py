@@ -17,7 +17,8 @@ from nanovllm_kernels.linear_attention import CHECKPOINT_INTERVAL, DeltaWeights,
 from nanovllm_kernels.platform import has_triton
 
 KERNEL_TESTS = Path(__file__).parent / "kernels"
-# One interpreter process runs these files. A second process runs all other kernel tests in about the same time.
+# One process runs these files under Triton's interpreter. A second process runs all other kernel tests in about the
+# same time.
 FIRST_HALF_FILES = tuple(KERNEL_TESTS / f"test_{name}.py" for name in ("attention", "gemm", "mla", "sampling"))
 INTERPRETER_TEST_FILE = Path(__file__).with_name("test_interpreter.py")
 INTERPRETER_PROCESSES = pytest.StashKey[dict[str, subprocess.Popen[str]]]()
@@ -58,7 +59,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 @pytest.fixture
-def interpreted(request: pytest.FixtureRequest) -> dict[str, subprocess.Popen[str]]:
+def interpreter_processes(request: pytest.FixtureRequest) -> dict[str, subprocess.Popen[str]]:
     """Return the processes that run the kernels' tests under the interpreter."""
     return request.config.stash[INTERPRETER_PROCESSES]
 
@@ -89,13 +90,13 @@ def make_batch(
 ) -> PagedBatch:
     """Make requests of (query_len, seq_len). Unfilled slots hold NaN. `num_decodes` counts only the leading decodes."""
     generator = torch.Generator().manual_seed(len(lengths) + head_dim)
-    pages = [-(-seq_len // page_size) for _, seq_len in lengths]
-    num_blocks = sum(pages) + 3
+    page_counts = [-(-seq_len // page_size) for _, seq_len in lengths]
+    num_blocks = sum(page_counts) + 3
     free_ids = (torch.randperm(num_blocks - 1, generator=generator) + 1).tolist()
-    tables = torch.randint(0, num_blocks, (len(lengths), max(pages) + 2), generator=generator, dtype=torch.int32)
+    tables = torch.randint(0, num_blocks, (len(lengths), max(page_counts) + 2), generator=generator, dtype=torch.int32)
     kv = torch.full((num_blocks * page_size, 2 * num_kv_heads, head_dim), math.nan)
     for request, (_, seq_len) in enumerate(lengths):
-        blocks = torch.tensor([free_ids.pop() for _ in range(pages[request])], dtype=torch.long)
+        blocks = torch.tensor([free_ids.pop() for _ in range(page_counts[request])], dtype=torch.long)
         tables[request, : len(blocks)] = blocks
         slots = (blocks[:, None] * page_size + torch.arange(page_size)).flatten()[:seq_len]
         kv[slots] = torch.randn((seq_len, *kv.shape[1:]), generator=generator)
@@ -116,11 +117,11 @@ def make_batch(
 
 def make_quantized(batch: PagedBatch) -> PagedBatch:
     """Scale the cache to many magnitudes and quantise it to FP8. Unfilled slots get infinite scales."""
-    num_pages, page_size, num_cached, _ = batch.kv_cache.shape
+    num_pages, page_size, num_cached_heads, _ = batch.kv_cache.shape
     generator = torch.Generator().manual_seed(num_pages)
-    sizes = torch.rand((num_pages, page_size, num_cached), generator=generator)
-    sizes[..., num_cached // 2 :] *= -15
-    kv = batch.kv_cache.float() * sizes.to(batch.q.device).exp2().unsqueeze(-1)
+    log2_factors = torch.rand((num_pages, page_size, num_cached_heads), generator=generator)
+    log2_factors[..., num_cached_heads // 2 :] *= -15
+    kv = batch.kv_cache.float() * log2_factors.to(batch.q.device).exp2().unsqueeze(-1)
     fp8_values, exponents = fp8.quantize(kv)
     exponents[kv.isnan().any(-1)] = 255
     return replace(batch, kv_cache=fp8_values, kv_scales=exponents.transpose(1, 2).contiguous())
@@ -130,7 +131,7 @@ def attend_naively(batch: PagedBatch) -> Tensor:
     """Attend one request at a time with a mask: float64 [T, Hq, D]."""
     outs = []
     page_size, num_kv_heads = batch.kv_cache.shape[1], batch.kv_cache.shape[2] // 2
-    group = batch.q.shape[1] // num_kv_heads
+    group_size = batch.q.shape[1] // num_kv_heads
     starts, lengths = batch.query_start_loc.tolist(), batch.seq_lens.tolist()
     for request, seq_len in enumerate(lengths):
         positions = torch.arange(seq_len, device=batch.q.device)
@@ -139,7 +140,7 @@ def attend_naively(batch: PagedBatch) -> Tensor:
         if batch.kv_scales is not None:
             exponents = batch.kv_scales[blocks, :, positions % page_size].double() - fp8.EXPONENT_BIAS
             kv = kv * exponents.exp2().unsqueeze(-1)
-        kv = kv.repeat_interleave(group, 1)
+        kv = kv.repeat_interleave(group_size, 1)
         k, v = kv.chunk(2, 1)
         q = batch.q[starts[request] : starts[request + 1]].double()
         scores = torch.einsum("qhd,khd->hqk", q, k) * batch.scale
@@ -190,8 +191,8 @@ def make_latent_batch(
 def quantize_latents(batch: LatentBatch) -> LatentBatch:
     """Scale the cached rows to many magnitudes and quantise them to FP8. Unfilled slots get infinite scales."""
     num_pages, page_size, _, _ = batch.kv_cache.shape
-    sizes = torch.rand((num_pages, page_size, 1), generator=torch.Generator().manual_seed(num_pages)) * -6
-    kv = batch.kv_cache.float() * sizes.to(batch.q.device).exp2().unsqueeze(-1)
+    log2_factors = torch.rand((num_pages, page_size, 1), generator=torch.Generator().manual_seed(num_pages)) * -6
+    kv = batch.kv_cache.float() * log2_factors.to(batch.q.device).exp2().unsqueeze(-1)
     fp8_values, exponents = fp8.quantize(kv)
     exponents[kv.isnan().any(-1)] = 255
     return replace(batch, kv_cache=fp8_values, kv_scales=exponents.transpose(1, 2).contiguous())
@@ -231,7 +232,7 @@ def quantized_latents() -> Callable[[LatentBatch], LatentBatch]:
 
 
 @pytest.fixture
-def naive_latents() -> Callable[[LatentBatch], Tensor]:
+def naive_latent_attention() -> Callable[[LatentBatch], Tensor]:
     return attend_latents_naively
 
 
@@ -248,8 +249,8 @@ class StateCase:
     slots: Sequence[int]
     checkpoints: Sequence[Sequence[tuple[int, int]]]
 
-    def plan(self, backend: str, *, known: bool = True) -> StateBatch:
-        """Plan the step. known: whether the host knows the number of decodes."""
+    def plan(self, backend: str, *, knows_decodes: bool = True) -> StateBatch:
+        """Plan the step. knows_decodes: whether the host knows the number of decodes."""
         counts = [count for count, _ in self.lengths]
         pairs = [[*pairs, (0, 0), (0, 0)][:2] for pairs in self.checkpoints]
         device = self.qkvz.device
@@ -258,7 +259,7 @@ class StateCase:
             torch.tensor(pairs, dtype=torch.int32, device=device),
             torch.tensor([length for _, length in self.lengths], dtype=torch.int32, device=device),
             torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32, device=device),
-            num_decodes=counts.count(1) if known else None,
+            num_decodes=counts.count(1) if knows_decodes else None,
             max_query_len=max(counts),
             num_tokens=len(self.qkvz),
             backend=backend,
@@ -275,7 +276,7 @@ def make_states(
     state_dtype: torch.dtype = torch.float32,
     device: str = "cpu",
 ) -> StateCase:
-    """Make requests of (query_len, seq_len), decodes first. Each saves its last two possible checkpoints.
+    """Make requests of (query_len, seq_len), decodes first. Each request saves its last two possible checkpoints.
 
     Unfilled slots, and parts of slots that must not be read, hold NaN.
     """
@@ -293,13 +294,13 @@ def make_states(
     conv = torch.full((num_state_slots, width, channels), torch.nan)
     checkpoints = []
     for slot, (count, length) in zip(slots, lengths, strict=True):
-        before = length - count
-        if before:
+        num_computed = length - count
+        if num_computed:
             recurrent[slot] = random(*recurrent.shape[1:]) * 0.3
-            filled_positions = torch.arange(max(0, before - width + 1), before) % width
+            filled_positions = torch.arange(max(0, num_computed - width + 1), num_computed) % width
             conv[slot, filled_positions] = random(len(filled_positions), channels)
         checkpoint_positions = range(
-            (before // CHECKPOINT_INTERVAL + 1) * CHECKPOINT_INTERVAL, length + 1, CHECKPOINT_INTERVAL
+            (num_computed // CHECKPOINT_INTERVAL + 1) * CHECKPOINT_INTERVAL, length + 1, CHECKPOINT_INTERVAL
         )
         checkpoints.append([(position, free_ids.pop()) for position in checkpoint_positions][-2:])
     weights = DeltaWeights(
@@ -362,7 +363,7 @@ def bf16_units(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.fixture(autouse=True)
 def poisoned_memory() -> Iterator[None]:
-    """Fill uninitialised tensors with NaN (integers: the largest value), so that unwritten elements show."""
+    """Fill uninitialised tensors with NaN (integers: the largest value), so that tests notice unwritten elements."""
     if torch.cuda.is_available():
         # Deterministic mode rejects CUDA operators that the reference loops use.
         yield

@@ -95,7 +95,7 @@ REQUESTS = [
 @pytest.mark.usefixtures("threads", "bf16_units")
 @pytest.mark.parametrize("requests", REQUESTS)
 @pytest.mark.parametrize(("heads", "page_size"), [((9, 3, 64), 16), ((8, 1, 80), 32), ((2, 2, 18), 4)])
-def test_bf16_cache_is_computed_in_float32(paged_batch, naive_attention, requests, heads, page_size):
+def test_attention_over_bf16_cache_is_computed_in_float32(paged_batch, naive_attention, requests, heads, page_size):
     if not computes_rows_in_float32(sum(query_len for query_len, _ in requests)):
         pytest.skip("with this many queries, this CPU uses torch instead of the Numba kernel")
     num_heads, num_kv_heads, head_dim = heads

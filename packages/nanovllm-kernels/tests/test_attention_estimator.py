@@ -27,12 +27,12 @@ def test_chunk_takes_whole_rounds(num_tokens, num_rounds):
 
 
 def test_chunks_of_one_length_share_a_round():
-    in_one_round = ESTIMATOR.estimate_pairs([LONG_CONTEXT_CHUNK])
-    assert ESTIMATOR.estimate_pairs([LONG_CONTEXT_CHUNK] * 4) == in_one_round
+    one_round_pairs = ESTIMATOR.estimate_pairs([LONG_CONTEXT_CHUNK])
+    assert ESTIMATOR.estimate_pairs([LONG_CONTEXT_CHUNK] * 4) == one_round_pairs
     assert (
         ESTIMATOR.estimate_pairs([LONG_CONTEXT_CHUNK] * 5)
         == ESTIMATOR.estimate_pairs([LONG_CONTEXT_CHUNK] * 8)
-        == 2 * in_one_round
+        == 2 * one_round_pairs
     )
 
 
@@ -47,13 +47,13 @@ def test_many_short_contexts_take_at_least_their_pairs():
 
 
 def test_few_tokens_over_long_contexts_use_work_lists():
-    long_context_estimator = AttentionEstimator(32, 16, work_list_limit=179, min_work_list_context=1024)
+    work_list_estimator = AttentionEstimator(32, 16, work_list_limit=179, min_work_list_context=1024)
     work_list_pairs = attention_pairs(*LONG_CONTEXT_CHUNK) * 1.28 / WORK_LIST_RATE
-    assert long_context_estimator.estimate_pairs([LONG_CONTEXT_CHUNK]) == pytest.approx(work_list_pairs)
-    assert long_context_estimator.estimate_pairs([LONG_CONTEXT_CHUNK, LONG_CONTEXT_CHUNK]) == ESTIMATOR.estimate_pairs(
+    assert work_list_estimator.estimate_pairs([LONG_CONTEXT_CHUNK]) == pytest.approx(work_list_pairs)
+    assert work_list_estimator.estimate_pairs([LONG_CONTEXT_CHUNK, LONG_CONTEXT_CHUNK]) == ESTIMATOR.estimate_pairs(
         [LONG_CONTEXT_CHUNK, LONG_CONTEXT_CHUNK]
     )
-    assert long_context_estimator.estimate_pairs([(0, 100)]) == ESTIMATOR.estimate_pairs([(0, 100)])
+    assert work_list_estimator.estimate_pairs([(0, 100)]) == ESTIMATOR.estimate_pairs([(0, 100)])
 
 
 def test_device_without_rounds_takes_the_sum_of_pairs():

@@ -19,7 +19,7 @@ def dequantize(weight):
 
 
 def rounding_limit(numbers):
-    """Return the largest distance from each of `numbers` to its e4m3 value: half a step, and the error of the scaling.
+    """Return the largest distance from each of `numbers` to its e4m3 value: half a step, plus the error of the scaling.
 
     Factors and scales are rounded separately, which moves a number by up to 2^-22 of itself.
     """
@@ -46,8 +46,8 @@ def test_groups_are_rounded_to_nearest(dtype, num_rows, width):
     assert scales.t().is_contiguous()
     for index, group in enumerate(x.float().split(128, 1)):
         torch.testing.assert_close(scales[:, index], group.abs().amax(1) / 448 if num_rows else scales[:, index])
-    wide = x.double() / expand(scales, 1, 128, x.shape)
-    assert ((numbers.double() - wide).abs() <= rounding_limit(wide)).all()
+    scaled = x.double() / expand(scales, 1, 128, x.shape)
+    assert ((numbers.double() - scaled).abs() <= rounding_limit(scaled)).all()
 
 
 def test_zero_groups_stay_zero_and_non_finite_elements_become_nan():
@@ -67,28 +67,30 @@ def test_blocks_are_rounded_to_nearest(shape):
     weight = torch.randn(shape)
     numbers, scales = quantize_blocks(weight)
     assert scales.shape == (-(-shape[0] // 128), -(-shape[1] // 128))
-    wide = weight.double() / expand(scales, 128, 128, shape)
-    assert torch.isclose(wide.abs().max(), torch.tensor(448.0).double())
-    assert ((numbers.double() - wide).abs() <= rounding_limit(wide)).all()
+    scaled = weight.double() / expand(scales, 128, 128, shape)
+    assert torch.isclose(scaled.abs().max(), torch.tensor(448.0).double())
+    assert ((numbers.double() - scaled).abs() <= rounding_limit(scaled)).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("rows", "width", "block_rows"), [(256, 256, 128), (300, 200, 128), (96, 48, 32), (20, 130, 4)]
 )
-@pytest.mark.parametrize("extras", [True, False])
-def test_linear_matches_float64_of_quantised_inputs(dtype, rows, width, block_rows, extras, monkeypatch):
+@pytest.mark.parametrize("with_bias_and_residual", [True, False])
+def test_linear_matches_float64_of_quantised_inputs(
+    dtype, rows, width, block_rows, with_bias_and_residual, monkeypatch
+):
     # Process the weight in several steps.
     monkeypatch.setattr(block_fp8.reference, "DEQUANTIZED_ELEMENTS", 64 * width)
     weight = make_weight(rows, width, block_rows)
     x = torch.randn(5, width).to(dtype)
-    bias, residual = (torch.randn(rows).to(dtype), torch.randn(5, rows)) if extras else (None, None)
+    bias, residual = (torch.randn(rows).to(dtype), torch.randn(5, rows)) if with_bias_and_residual else (None, None)
     numbers, scales = quantize_groups(x)
     expected = (numbers.double() * expand(scales, 1, 128, x.shape)) @ dequantize(weight).T
     if bias is not None and residual is not None:
         expected += bias.double() + residual.double()
     actual = block_fp8.linear(x, weight, bias, None if residual is None else residual.clone())
-    assert actual.dtype == (torch.float32 if extras else dtype)
+    assert actual.dtype == (torch.float32 if with_bias_and_residual else dtype)
     tolerance = 1e-5 if actual.dtype == torch.float32 else 2**-8
     torch.testing.assert_close(actual.double(), expected, rtol=tolerance, atol=tolerance)
 
@@ -98,8 +100,10 @@ def test_norm_and_gate_match_separate_operators():
     normed = functional.rms_norm(x, (200,), norm, 1e-5)
     expected = block_fp8.linear(normed, weight)
     # The fused norm rounds differently, which decides the rounding of values near the midpoint of two e4m3 values.
-    close = {"rtol": 1e-2, "atol": 1e-2}
-    torch.testing.assert_close(block_fp8.norm_linear(x, prepare_norm_weight(norm), 1e-5, weight), expected, **close)
+    tolerances = {"rtol": 1e-2, "atol": 1e-2}
+    torch.testing.assert_close(
+        block_fp8.norm_linear(x, prepare_norm_weight(norm), 1e-5, weight), expected, **tolerances
+    )
     gate, up = expected.chunk(2, 1)
     actual = block_fp8.norm_gate_up(x, prepare_norm_weight(norm), 1e-5, weight)
-    torch.testing.assert_close(actual, functional.silu(gate) * up, **close)
+    torch.testing.assert_close(actual, functional.silu(gate) * up, **tolerances)

@@ -70,7 +70,7 @@ def test_large_tensors_have_large_chunks():
     assert policy.choose_exchange(100 * CHUNK_UNITS * SLOT_BYTES + 1).chunk_units == LARGE_CHUNK_UNITS
 
 
-def test_rows_of_a_norm_share_programs():
+def test_number_of_norm_programs_depends_on_rows_and_bytes():
     policy = LaunchPolicy(2, MAX_PROGRAMS, choose_region_bytes(2))
     assert policy.choose_norm_programs(1, 16384) == 1
     assert policy.choose_norm_programs(64, 16384) == 64

@@ -104,7 +104,10 @@ def warp(monkeypatch):
 
 
 def fill_slot(memory, numbers, exponents, head_dim):
-    """Lay out keys and values [2, 16, D] like the copy engine: rows of 128 bytes whose eighths are swizzled by XOR."""
+    """Lay out keys and values [2, 16, D] like the copy engine: rows of 128 bytes.
+
+    XOR with `token % 8` swizzles the eighths of each row.
+    """
     for key_or_value, token, row_of_token, eighth in np.ndindex(2, 16, head_dim // 128, 8):
         row = (key_or_value * (head_dim // 128) + row_of_token) * 16 + token
         address = SLOT_ADDRESS + row * 128 + (eighth ^ token % 8) * 16
@@ -150,9 +153,9 @@ def test_one_warp_attends_like_float64(warp, head_dim, group):
     for tile in range(head_dim // 8):
         offset, first, second = cute_merge._locate_lane_sums(shape, LANES, LANE_ROW, 0, tile)
         lane_sums[offset], lane_sums[offset + 1] = acc[first], acc[second]
-    # The eighths of a row are swizzled by XOR too.
-    eighths = lane_sums.reshape(8, head_dim // 8, 8)
-    lane_sums = np.stack([eighths[row, np.arange(head_dim // 8) ^ row] for row in range(8)]).reshape(8, head_dim)
+    # A row's tiles of 8 elements are swizzled by XOR too.
+    tiles = lane_sums.reshape(8, head_dim // 8, 8)
+    lane_sums = np.stack([tiles[row, np.arange(head_dim // 8) ^ row] for row in range(8)]).reshape(8, head_dim)
     totals = row_sum[0].reshape(8, 4).sum(1)
     keys, values = np.concatenate(step_values, axis=1)
     weights = np.exp(q @ keys.T * head_dim**-0.5)

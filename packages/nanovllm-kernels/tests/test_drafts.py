@@ -165,7 +165,7 @@ def test_verified_drafts_match_a_loop(query_lens, num_padding_tokens, alphabet, 
 
 
 def test_accepted_drafts_and_one_token_are_committed():
-    # Row 1: drafts 5, 6 and 7, of which 5 and 6 are sampled. Row 0 is full. The last two requests are padding.
+    # Row 1 has the drafts 5, 6 and 7, and the model samples 5 and 6. Row 0 is full. The last two requests are padding.
     tokens, num_computed = ints([3, 1, 2, 9, 9, 9], [8, 4, 5, 6, 7, 9]), ints(5, 1)
     counts = torch.zeros((2, 10), dtype=torch.int32)
     num_new = verify_drafts(

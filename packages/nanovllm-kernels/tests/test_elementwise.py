@@ -17,8 +17,8 @@ from nanovllm_kernels.elementwise import (
 from nanovllm_kernels.platform import computes_rows_in_float32
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-# Half a unit in the last place, and a margin for the float32 arithmetic before it.
-RELATIVE = {torch.float32: 1e-6, torch.bfloat16: 2**-8 * 1.02, torch.float16: 2**-11 * 1.02}
+# Half a unit in the last place, and a margin for the float32 arithmetic before the rounding.
+RELATIVE_TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2**-8 * 1.02, torch.float16: 2**-11 * 1.02}
 
 
 def normed(x, weight, eps):
@@ -39,7 +39,7 @@ def rotated(x, cos_sin, positions):
 def test_rms_norm_matches_float64(dtype, shape):
     x, weight = torch.randn(shape).to(dtype), torch.randn(shape[-1]).to(dtype)
     torch.testing.assert_close(
-        rms_norm(x, weight, 1e-5).double(), normed(x, weight, 1e-5), rtol=RELATIVE[dtype], atol=1e-7
+        rms_norm(x, weight, 1e-5).double(), normed(x, weight, 1e-5), rtol=RELATIVE_TOLERANCE[dtype], atol=1e-7
     )
 
 
@@ -66,13 +66,13 @@ def test_packed_norm_weight_gives_same_result(dtype):
     with_norm=st.booleans(),
 )
 def test_rope_and_cache_matches_float64(num_tokens, heads, dims, dtype, float32_qkv, with_norm):
-    (num_heads, num_kv_heads), (head_dim, rot) = heads, dims
+    (num_heads, num_kv_heads), (head_dim, rope_dim) = heads, dims
     # Rows are wider than the heads, because tokens may have any stride.
     wide = torch.randn(num_tokens, num_heads + 2 * num_kv_heads + 1, head_dim)
     wide = wide if float32_qkv else wide.to(dtype)
     qkv = wide[:, :-1]
     q, k, v = qkv.clone().split((num_heads, num_kv_heads, num_kv_heads), 1)
-    cos_sin = torch.randn(50, rot)
+    cos_sin = torch.randn(50, rope_dim)
     positions = torch.randint(0, 50, (num_tokens,))
     slots = torch.randperm(4 * 16)[:num_tokens]
     kv_cache = torch.full((4, 16, 2 * num_kv_heads, head_dim), 7.0, dtype=dtype)
@@ -83,12 +83,12 @@ def test_rope_and_cache_matches_float64(num_tokens, heads, dims, dtype, float32_
     if norm is not None:
         q, k = normed(q, norm.q_weight, norm.eps), normed(k, norm.k_weight, norm.eps)
     # The norm rounds both terms of the rotation. If the terms cancel, only atol covers the rounding error.
-    close = {"rtol": 2 * RELATIVE[dtype], "atol": 8 * RELATIVE[dtype] if with_norm else 1e-6}
+    tolerances = {"rtol": 2 * RELATIVE_TOLERANCE[dtype], "atol": 8 * RELATIVE_TOLERANCE[dtype] if with_norm else 1e-6}
     stays_float32 = computes_rows_in_float32(num_tokens) and float32_qkv and dtype == torch.bfloat16
     assert out.dtype == (torch.float32 if stays_float32 else dtype)
-    torch.testing.assert_close(out.double(), rotated(q, cos_sin, positions), **close)
+    torch.testing.assert_close(out.double(), rotated(q, cos_sin, positions), **tolerances)
     keys, values = kv_cache.view(64, -1, head_dim)[slots].chunk(2, 1)
-    torch.testing.assert_close(keys.double(), rotated(k, cos_sin, positions), **close)
+    torch.testing.assert_close(keys.double(), rotated(k, cos_sin, positions), **tolerances)
     assert torch.equal(values, v.to(dtype))
     others = torch.ones(64, dtype=torch.bool).index_fill_(0, slots, False)
     assert (kv_cache.view(64, -1)[others] == 7).all()
@@ -101,12 +101,12 @@ def test_fp8_rounds_to_nearest(dtype):
     x[:, 0] = sizes[:, 0].to(dtype)
     numbers, exponents = fp8.quantize(x)
     found = fp8.dequantize(numbers, exponents, torch.float32).double()
-    # e4m3 has three mantissa bits. Values much smaller than the head's largest have steps of 2^-9 of the scale.
+    # e4m3 has three mantissa bits. Values far below the head's largest value have steps of 2^-9 times the scale.
     half_steps = torch.maximum(x.double().abs() * 2**-4, (exponents.double() - 127).exp2().unsqueeze(-1) * 2**-10)
     assert ((found - x.double()).abs() <= half_steps).all()
-    tops = numbers[1:].float().abs().amax(-1)
-    # `tops` leaves out the first row, whose values are too small even for the least scale.
-    assert ((tops >= 224) & (tops <= 448)).all()
+    max_magnitudes = numbers[1:].float().abs().amax(-1)
+    # `max_magnitudes` leaves out the first row, whose values are too small even for the smallest scale.
+    assert ((max_magnitudes >= 224) & (max_magnitudes <= 448)).all()
     assert torch.equal(fp8.dequantize(numbers, exponents, torch.bfloat16).double(), found)
 
 
@@ -151,4 +151,4 @@ def test_silu_and_mul_matches_float64(dtype):
     gate, up = x.double().chunk(2, -1)
     expected = gate / (1 + (-gate).exp()) * up
     # The result is rounded twice.
-    torch.testing.assert_close(silu_and_mul(x).double(), expected, rtol=2.1 * RELATIVE[dtype], atol=1e-6)
+    torch.testing.assert_close(silu_and_mul(x).double(), expected, rtol=2.1 * RELATIVE_TOLERANCE[dtype], atol=1e-6)

@@ -52,10 +52,12 @@ def test_compiled_layer_matches_eager_layer(dtype, with_bias, device):
     *weights, gate_up_bias, down_bias = (each * 0.3 for each in others)
     biases = (gate_up_bias, down_bias) if with_bias else (None, None)
     expected = layer(x.clone(), prepare_norm_weight(norm), *weights, *biases)
-    seen = torch.compile(layer, fullgraph=True, backend="eager")(x, prepare_norm_weight(norm), *weights, *biases)
+    compiled_out = torch.compile(layer, fullgraph=True, backend="eager")(
+        x, prepare_norm_weight(norm), *weights, *biases
+    )
     tolerance = {"rtol": 2**-5, "atol": 8e-2} if dtype == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-4}
-    assert seen.dtype == dtype
-    torch.testing.assert_close(seen, expected, **tolerance)
+    assert compiled_out.dtype == dtype
+    torch.testing.assert_close(compiled_out, expected, **tolerance)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -72,10 +74,10 @@ def test_norm_and_linear_match_float64(dtype, with_bias, num_rows, device):
     gate, up = expected.chunk(2, -1)
     tolerance = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
     for form in (weight, pack_linear(weight)):
-        for product, wanted in ((norm_linear, expected), (norm_gate_up, functional.silu(gate) * up)):
+        for product, expected_out in ((norm_linear, expected), (norm_gate_up, functional.silu(gate) * up)):
             out = product(x, prepare_norm_weight(norm_weight), 1e-5, form, bias)
             assert out.dtype in (dtype, torch.float32)
-            assert (out.double() - wanted).norm() < tolerance * wanted.norm()
+            assert (out.double() - expected_out).norm() < tolerance * expected_out.norm()
 
 
 @pytest.mark.parametrize(("dtype", "num_rows"), [(torch.float32, 3), (torch.bfloat16, MAX_FLOAT32_ROWS + 1)])
@@ -84,9 +86,9 @@ def test_fused_linear_equals_separate_operators_on_cpu(dtype, num_rows):
         pytest.skip("on this CPU one fused kernel computes this number of rows, without rounding in between")
     x, weight, norm_weight = (torch.randn(shape).to(dtype) for shape in [(num_rows, 64), (40, 64), (64,)])
     packed, norm = pack_linear(weight), prepare_norm_weight(norm_weight)
-    pieces = linear(rms_norm(x, norm, 1e-5), packed)
-    assert torch.equal(norm_linear(x, norm, 1e-5, packed), pieces)
-    assert torch.equal(norm_gate_up(x, norm, 1e-5, packed), silu_and_mul(pieces))
+    unfused = linear(rms_norm(x, norm, 1e-5), packed)
+    assert torch.equal(norm_linear(x, norm, 1e-5, packed), unfused)
+    assert torch.equal(norm_gate_up(x, norm, 1e-5, packed), silu_and_mul(unfused))
 
 
 def test_few_row_kernel_is_chosen_by_shape():
@@ -130,7 +132,7 @@ def test_products_with_padded_rows_have_only_the_given_rows(shape):
     torch.testing.assert_close(found.double(), x.double() @ weight.double().T + bias.double(), rtol=2**-7, atol=2e-2)
 
 
-def test_few_rows_use_panels_beside_a_blocked_weight():
+def test_few_rows_use_panels_beside_a_onednn_weight():
     weight = (torch.randn(40, 64) * 0.02).to(torch.bfloat16)
     packed = pack_linear(weight)
     assert (packed.panels is not None) == has_numba()
@@ -194,9 +196,11 @@ def test_panel_result_does_not_depend_on_other_rows(num_columns, width):
         gated = norm_gate_up(x[rows], norm_weight, 1e-5, packed)
         return torch.cat((added, normed, gated, logits(x[rows], half, weight[:num_columns])), -1)
 
-    numbers = [count for count in (1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 42, 43, 252, 300) if computes_rows_in_float32(count)]
-    whole = project(slice(300 - numbers[-1], 300))
-    for count in numbers:
+    row_counts = [
+        count for count in (1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 42, 43, 252, 300) if computes_rows_in_float32(count)
+    ]
+    whole = project(slice(300 - row_counts[-1], 300))
+    for count in row_counts:
         assert torch.equal(project(slice(300 - count, 300)), whole[-count:])
 
 

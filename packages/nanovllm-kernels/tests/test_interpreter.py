@@ -1,7 +1,8 @@
 """Tests the Triton kernels' own source under Triton's interpreter on the CPU.
 
 Separate processes run `kernels/`, because an environment variable selects the interpreter when triton is imported.
-`conftest` starts the processes before the first test: each takes a minute, and most other tests leave a core idle.
+`conftest` starts the processes before the first test. Each process takes a minute, and most other tests leave a core
+idle.
 """
 
 import pytest
@@ -11,8 +12,8 @@ from nanovllm_kernels.platform import has_triton
 
 @pytest.mark.skipif(not has_triton(), reason="triton isn't installed here")
 @pytest.mark.parametrize("name", ["half", "rest"])
-def test_kernels_pass_under_the_interpreter(name, interpreted):
-    process = interpreted[name]
+def test_kernels_pass_under_the_interpreter(name, interpreter_processes):
+    process = interpreter_processes[name]
     output, _ = process.communicate()
     assert process.returncode == 0, output[-8000:]
     assert " passed" in output

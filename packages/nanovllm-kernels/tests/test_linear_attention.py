@@ -63,18 +63,18 @@ LENGTHS = {
 }
 
 
-def check(case, **close):
+def check(case, **tolerances):
     outs, states, inputs = recur(case)
     recurrent, conv = case.recurrent.clone(), case.conv.clone()
     found = gated_delta_net(case.qkvz, case.ba, case.weights, recurrent, conv, case.plan("torch"))
     assert found.dtype == case.qkvz.dtype
-    torch.testing.assert_close(found.double(), outs, **close)
+    torch.testing.assert_close(found.double(), outs, **tolerances)
     for slot in range(len(recurrent)):
         if slot not in states:
             assert torch.equal(recurrent[slot].nan_to_num(7), case.recurrent[slot].nan_to_num(7))
             assert torch.equal(conv[slot].nan_to_num(7), case.conv[slot].nan_to_num(7))
             continue
-        torch.testing.assert_close(recurrent[slot].double(), states[slot], **close)
+        torch.testing.assert_close(recurrent[slot].double(), states[slot], **tolerances)
         for position, row in inputs[slot].items():
             assert torch.equal(conv[slot, position % conv.shape[1]], row)
 
@@ -95,26 +95,31 @@ def test_bf16_states_match_float64(lengths, state_case):
 
 def test_continuing_from_saved_state_matches_whole_prompt(state_case):
     whole = state_case([(200, 200)])
-    (at, slot), (_, later) = whole.checkpoints[0]
-    assert at == 2 * CHECKPOINT_INTERVAL
+    (position, slot), (_, later_slot) = whole.checkpoints[0]
+    assert position == 2 * CHECKPOINT_INTERVAL
     recurrent, conv = whole.recurrent.clone(), whole.conv.clone()
     expected = gated_delta_net(whole.qkvz, whole.ba, whole.weights, recurrent, conv, whole.plan("torch"))
     rest = replace(
-        whole, qkvz=whole.qkvz[at:], ba=whole.ba[at:], lengths=[(200 - at, 200)], slots=[slot], checkpoints=[[(192, 1)]]
+        whole,
+        qkvz=whole.qkvz[position:],
+        ba=whole.ba[position:],
+        lengths=[(200 - position, 200)],
+        slots=[slot],
+        checkpoints=[[(192, 1)]],
     )
     found = gated_delta_net(rest.qkvz, rest.ba, rest.weights, recurrent, conv, rest.plan("torch"))
-    torch.testing.assert_close(found, expected[at:], atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(found, expected[position:], atol=1e-6, rtol=1e-6)
     torch.testing.assert_close(recurrent[slot], recurrent[whole.slots[0]], atol=1e-6, rtol=1e-6)
-    torch.testing.assert_close(recurrent[1], recurrent[later], atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(recurrent[1], recurrent[later_slot], atol=1e-6, rtol=1e-6)
 
 
 def test_torch_backend_without_num_decodes_is_rejected():
-    numbers = torch.ones(1, dtype=torch.int32)
+    ones = torch.ones(1, dtype=torch.int32)
     with pytest.raises(ValueError, match="num_decodes"):
         plan_states(
-            numbers,
+            ones,
             torch.zeros(1, 1, 2, dtype=torch.int32),
-            numbers,
+            ones,
             torch.tensor([0, 1], dtype=torch.int32),
             num_decodes=None,
             max_query_len=1,

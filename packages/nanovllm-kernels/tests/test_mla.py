@@ -48,7 +48,7 @@ def draw_requests(draw):
     st.booleans(),
 )
 def test_random_batches_match_float64(
-    latent_batch, quantized_latents, naive_latents, requests, shape, page_size, dtype, is_fp8
+    latent_batch, quantized_latents, naive_latent_attention, requests, shape, page_size, dtype, is_fp8
 ):
     batch = latent_batch(requests, shape, page_size=page_size, dtype=dtype)
     if is_fp8:
@@ -56,21 +56,21 @@ def test_random_batches_match_float64(
     out = attend(batch)
     assert out.dtype == dtype
     assert out.is_contiguous()
-    torch.testing.assert_close(out.double(), naive_latents(batch), atol=TOLERANCE[dtype], rtol=0)
+    torch.testing.assert_close(out.double(), naive_latent_attention(batch), atol=TOLERANCE[dtype], rtol=0)
 
 
-def test_decodes_in_several_gather_groups_match_float64(latent_batch, naive_latents, monkeypatch):
+def test_decodes_in_several_gather_groups_match_float64(latent_batch, naive_latent_attention, monkeypatch):
     monkeypatch.setattr("nanovllm_kernels.attention.plan.gathers.MAX_GATHER_TOKENS", 48)
     requests = [(1, 5), (1, 40), (1, 100), (1, 3), (1, 16), (1, 16)]
     batch = latent_batch(requests, (4, 16, 24, 32, 8), page_size=16, dtype=torch.float32)
-    torch.testing.assert_close(attend(batch).double(), naive_latents(batch), atol=2e-5, rtol=0)
+    torch.testing.assert_close(attend(batch).double(), naive_latent_attention(batch), atol=2e-5, rtol=0)
 
 
-def test_float32_queries_work_with_bf16_weights(latent_batch, naive_latents):
+def test_float32_queries_work_with_bf16_weights(latent_batch, naive_latent_attention):
     batch = latent_batch([(1, 30), (4, 9)], (4, 16, 24, 32, 8), page_size=16, dtype=torch.bfloat16)
     out = attend(replace(batch, q=batch.q.float()))
     assert out.dtype == torch.bfloat16
-    torch.testing.assert_close(out.double(), naive_latents(batch), atol=3e-2, rtol=0)
+    torch.testing.assert_close(out.double(), naive_latent_attention(batch), atol=3e-2, rtol=0)
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
@@ -108,6 +108,6 @@ def test_latent_rope_and_cache_matches_float64(dtype, is_fp8, latent_dim, rope_d
     assert (cached[is_unwritten].float() == 7).all()
     if kv_scales is not None:
         cached = fp8.dequantize(cached, kv_scales.view(-1), torch.float32)
-        # e4m3 has a relative error of 1/16, or half of the smallest step.
+        # Rounding to e4m3 has a relative error of at most 1/16, and an absolute error of half the smallest step.
         tolerance = {"rtol": 2**-4, "atol": float(expected.abs().max()) * 2**-16}
     torch.testing.assert_close(cached[slots].double(), expected, **tolerance)

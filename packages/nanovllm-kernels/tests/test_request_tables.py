@@ -30,10 +30,10 @@ def starts_of(query_lens):
         st.lists(st.just(1), min_size=1, max_size=NUM_ROWS), st.lists(st.integers(0, 40), min_size=1, max_size=NUM_ROWS)
     ),
     num_padding_tokens=st.integers(0, 9),
-    width=st.sampled_from([None, 7, 8]),
+    num_page_columns=st.sampled_from([None, 7, 8]),
     seed=st.integers(0, 99),
 )
-def test_built_inputs_match_a_loop(query_lens, num_padding_tokens, width, seed):
+def test_built_inputs_match_a_loop(query_lens, num_padding_tokens, num_page_columns, seed):
     tokens, num_computed, block_table = make_tables(seed)
     rows = torch.randperm(NUM_ROWS)[: len(query_lens)].to(torch.int32)
     ids, positions, slots, lengths = [], [], [], []
@@ -48,14 +48,14 @@ def test_built_inputs_match_a_loop(query_lens, num_padding_tokens, width, seed):
     ids, positions, slots = (values + [0] * num_padding_tokens for values in (ids, positions, slots))
 
     num_tokens, tables = sum(query_lens) + num_padding_tokens, TokenTables(tokens, num_computed)
-    out = build_inputs(rows, starts_of(query_lens), tables, block_table, PAGE_SIZE, num_tokens, width)
+    out = build_inputs(rows, starts_of(query_lens), tables, block_table, PAGE_SIZE, num_tokens, num_page_columns)
 
     assert (out.input_ids.tolist(), out.input_ids.dtype) == (ids, torch.int32)
     assert (out.positions.tolist(), out.positions.dtype) == (positions, torch.int64)
     assert (out.slot_mapping.tolist(), out.slot_mapping.dtype) == (slots, torch.int64)
     assert (out.seq_lens.tolist(), out.seq_lens.dtype) == (lengths, torch.int32)
     assert out.last_token_indices.tolist() == [max(end - 1, 0) for end in starts_of(query_lens).tolist()[1:]]
-    assert torch.equal(out.block_tables, block_table[rows.long(), :width])
+    assert torch.equal(out.block_tables, block_table[rows.long(), :num_page_columns])
 
 
 @pytest.mark.parametrize("with_counts", [True, False])

@@ -46,16 +46,16 @@ def draw(logits, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seeds=None, 
 
 def kept_naively(logits, top_k, top_p, min_p):
     """Return the ids that the filters keep by definition."""
-    alive = torch.ones_like(logits, dtype=torch.bool)
+    is_kept = torch.ones_like(logits, dtype=torch.bool)
     if top_k:
-        alive = logits >= logits.sort(descending=True).values[min(top_k, len(logits)) - 1]
-    p = logits.double().masked_fill(~alive, -math.inf).softmax(-1)
+        is_kept = logits >= logits.sort(descending=True).values[min(top_k, len(logits)) - 1]
+    p = logits.double().masked_fill(~is_kept, -math.inf).softmax(-1)
     if top_p < 1:
         # The margin of 1e-9 covers rounding of sums that equal top_p. No other sum is this close to top_p.
         enough = [t for t in p.unique().tolist() if p[p >= t].sum() >= top_p - 1e-9]
-        alive &= p >= max(enough)
-    alive &= p >= min_p * p.max() * (1 - 1e-6)
-    return set(alive.nonzero().flatten().tolist())
+        is_kept &= p >= max(enough)
+    is_kept &= p >= min_p * p.max() * (1 - 1e-6)
+    return set(is_kept.nonzero().flatten().tolist())
 
 
 @settings(max_examples=100, deadline=None)
@@ -66,16 +66,16 @@ def kept_naively(logits, top_k, top_p, min_p):
     top_p=st.sampled_from([1.0, 0.93, 0.51, 0.013]),
     min_p=st.sampled_from([0.0, 0.11, 1.0]),
     coarse=st.booleans(),
-    first=st.sampled_from([4, 128]),
+    num_first=st.sampled_from([4, 128]),
 )
-def test_filters_match_their_definition(seed, vocab_size, top_k, top_p, min_p, coarse, first):
+def test_filters_match_their_definition(seed, vocab_size, top_k, top_p, min_p, coarse, num_first):
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(vocab_size, generator=generator) * 2
     if coarse:
-        # Many ties.
+        # Rounded logits have many ties.
         logits = logits.round()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sampling_reference, "NUM_FIRST_CANDIDATES", first)
+        patch.setattr(sampling_reference, "NUM_FIRST_CANDIDATES", num_first)
         patch.setattr(sampling_reference, "NUM_TIE_CANDIDATES", 1)
         values, token_ids = sampling_reference.filter_row(logits, top_k, top_p, min_p)
     assert torch.equal(values, logits[token_ids])
@@ -99,8 +99,8 @@ def test_only_remaining_token_is_always_drawn():
     assert draw(logits, top_k=1).tolist() == expected
     assert draw(logits, top_p=1e-6).tolist() == expected
     assert draw(logits, min_p=1.0).tolist() == expected
-    forbidden = torch.full_like(logits, -math.inf).scatter_(1, torch.tensor(expected).unsqueeze(1), 0.0)
-    assert draw(forbidden).tolist() == expected
+    one_allowed = torch.full_like(logits, -math.inf).scatter_(1, torch.tensor(expected).unsqueeze(1), 0.0)
+    assert draw(one_allowed).tolist() == expected
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_only_remaining_token_is_always_drawn():
 )
 @pytest.mark.parametrize("varied", ["seeds", "positions"])
 def test_draws_follow_the_distribution(settings, varied):
-    """Pearson's chi-square with fixed seeds; the bound is far above what chance gives."""
+    """Use Pearson's chi-square test with fixed seeds. The bound is far above the values that chance gives."""
     num_draws = 4000 if settings.keys() & {"top_k", "top_p", "min_p"} else 40000
     row = torch.tensor([2.0, 1.5, 1.0, 0.5, 0.0, -0.5, -1.0, -2.0])
     scaled = row / settings.get("temperature", 1.0)
@@ -185,11 +185,11 @@ def test_penalties_match_their_definition(dtype):
     assert out.dtype == torch.float32
     for b, row in enumerate(rows.tolist()):
         for token in range(20):
-            value, seen = float(logits[b, token]), int(counts[row, token])
-            made = seen % IN_PROMPT_BIT
-            if seen:
+            value, count = float(logits[b, token]), int(counts[row, token])
+            num_generated = count % IN_PROMPT_BIT
+            if count:
                 value = value / float(repetition[row]) if value > 0 else value * float(repetition[row])
-            value -= float(presence[row]) * (made > 0) + float(frequency[row]) * made
+            value -= float(presence[row]) * (num_generated > 0) + float(frequency[row]) * num_generated
             assert float(out[b, token]) == pytest.approx(value, rel=1e-5, abs=1e-5)
 
 
@@ -216,7 +216,7 @@ def test_bias_applies_until_its_position():
     torch.testing.assert_close(logits, expected)
 
 
-def packed(allowed: torch.Tensor) -> torch.Tensor:
+def pack_masks(allowed: torch.Tensor) -> torch.Tensor:
     """Pack bools [M, V] into bit masks."""
     masks = torch.zeros((allowed.shape[0], -(-allowed.shape[1] // 32)), dtype=torch.int64)
     for row, token in allowed.nonzero().tolist():
@@ -230,7 +230,7 @@ def test_masks_forbid_tokens(vocab_size):
     logits[3, :3] = -math.inf
     allowed = torch.rand(2, vocab_size) < 0.3
     allowed[1, 0] = True
-    masks = torch.cat((packed(allowed), torch.zeros_like(packed(allowed[:1]))))
+    masks = torch.cat((pack_masks(allowed), torch.zeros_like(pack_masks(allowed[:1]))))
     out = logits.clone()
     apply_masks_(out, torch.tensor([1, 3, -1], dtype=torch.int32), masks)
     expected = logits.clone()
@@ -264,7 +264,7 @@ def test_masked_tokens_are_never_drawn(settings):
     allowed[torch.arange(num_rows), torch.randint(vocab_size, (num_rows,), generator=generator)] = True
     # In some rows, a bias forbids all tokens that the mask allows. The mask wins.
     logits[::10][allowed[::10]] = -math.inf
-    apply_masks_(logits, torch.arange(num_rows, dtype=torch.int32), packed(allowed))
+    apply_masks_(logits, torch.arange(num_rows, dtype=torch.int32), pack_masks(allowed))
     drawn = draw(logits, **settings).long()
     assert allowed[torch.arange(num_rows), drawn].all()
 

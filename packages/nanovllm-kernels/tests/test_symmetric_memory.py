@@ -18,14 +18,14 @@ def group_store(tmp_path) -> dist.Store:
 
 def test_ranks_with_different_numbers_of_earlier_exchanges_find_each_other(group_store):
     stores = [RenumberingStore(group_store, rank) for rank in range(2)]
-    for earlier, own in ((5, 0), (7, 1)):
-        # Rank 0 has done `earlier` exchanges in other groups, and rank 1 has done `own`.
-        stores[0].set(f"CUDA/{earlier}/0", b"\xff\x00 of rank 0")
-        stores[1].set(f"CUDA/{own}/1", b"\xfe\x00 of rank 1")
-        stores[0].wait([f"CUDA/{earlier}/1"])
-        stores[1].wait([f"CUDA/{own}/0"])
-        assert stores[0].get(f"CUDA/{earlier}/1") == b"\xfe\x00 of rank 1"
-        assert stores[1].get(f"CUDA/{own}/0") == b"\xff\x00 of rank 0"
+    for rank0_exchanges, rank1_exchanges in ((5, 0), (7, 1)):
+        # These are the numbers of exchanges that the ranks did before, in all groups.
+        stores[0].set(f"CUDA/{rank0_exchanges}/0", b"\xff\x00 of rank 0")
+        stores[1].set(f"CUDA/{rank1_exchanges}/1", b"\xfe\x00 of rank 1")
+        stores[0].wait([f"CUDA/{rank0_exchanges}/1"])
+        stores[1].wait([f"CUDA/{rank1_exchanges}/0"])
+        assert stores[0].get(f"CUDA/{rank0_exchanges}/1") == b"\xfe\x00 of rank 1"
+        assert stores[1].get(f"CUDA/{rank1_exchanges}/0") == b"\xff\x00 of rank 0"
 
 
 def test_a_later_rendezvous_does_not_read_values_of_an_earlier_one(group_store):
@@ -38,13 +38,13 @@ def test_a_later_rendezvous_does_not_read_values_of_an_earlier_one(group_store):
 
 
 def test_other_threads_run_while_a_rank_waits(group_store):
-    waiting, setting = (RenumberingStore(group_store, rank) for rank in range(2))
-    late = threading.Timer(0.2, setting.set, ("CUDA/0/1", b"late"))
-    late.start()
+    waiting_store, setting_store = (RenumberingStore(group_store, rank) for rank in range(2))
+    timer = threading.Timer(0.2, setting_store.set, ("CUDA/0/1", b"late"))
+    timer.start()
     # If `wait` blocked the timer's thread, `wait` would end with the timeout.
-    waiting.wait(["CUDA/3/1"], timedelta(seconds=30))
-    assert waiting.get("CUDA/3/1") == b"late"
-    late.join()
+    waiting_store.wait(["CUDA/3/1"], timedelta(seconds=30))
+    assert waiting_store.get("CUDA/3/1") == b"late"
+    timer.join()
 
 
 def test_wait_ends_with_an_error_after_the_timeout(group_store):

@@ -38,7 +38,7 @@ TINY = {
 class Session:
     """One model with one paged cache. Blocks are allocated in descending order: code that expects another order fails.
 
-    saves: the position at which a request's state is saved, by request.
+    saves: maps a request's index to the position at which its state is saved.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Session:
         self._caches = tuple(
             torch.full((num_blocks, BLOCK_SIZE, *token_shape(spec)), torch.nan, dtype=dtype) for spec in self._paged
         )
-        self._states = tuple(
+        self._state_caches = tuple(
             StateCache(
                 torch.full((2 * SAVED_SLOT_OFFSET, *spec.recurrent), torch.nan),
                 torch.full((2 * SAVED_SLOT_OFFSET, *spec.conv_inputs), torch.nan, dtype=dtype),
@@ -117,9 +117,9 @@ class Session:
             kv_cache=self._caches[0],
             backend="torch",
         )
-        states = self._plan_states(counts) if self._states else None
+        state_batch = self._plan_states(counts) if self._state_caches else None
         ctx = ForwardContext(
-            attention, torch.tensor(slots), self._caches, state_caches=self._states, state_batch=states
+            attention, torch.tensor(slots), self._caches, state_caches=self._state_caches, state_batch=state_batch
         )
         ids = torch.tensor([token for new_tokens in tokens for token in new_tokens], dtype=torch.int32)
         return self.model.forward(ids, torch.tensor(positions), ctx), torch.tensor(positions), ctx
@@ -140,13 +140,13 @@ class Session:
         )
 
     def rewind(self, request: int) -> None:
-        """Return to the position at which the state of `request` was saved."""
+        """Rewind `request` to the position at which its state was saved."""
         length = self.saves[request]
         self._lengths[request] = length
         num_kept_blocks = -(-length // BLOCK_SIZE)
         self._free_blocks.extend(self._blocks[request][num_kept_blocks:])
         del self._blocks[request][num_kept_blocks:]
-        for cache in self._states:
+        for cache in self._state_caches:
             for states in cache:
                 states[request + 1] = states[SAVED_SLOT_OFFSET + request]
 

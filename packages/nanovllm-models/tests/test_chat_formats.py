@@ -40,7 +40,7 @@ LLAMA_3 = "{{- '{\"name\": \"' + tool_call.name + '\", ' }}{{- '\"parameters\": 
         (QWEN3 + CODER, ChatFormat(THINK, QWEN3_CODER)),
         (MINIMAX, ChatFormat(THINK, MINIMAX_M2)),
         (R1, ChatFormat(THINK, DEEPSEEK_R1)),
-        # DeepSeek-V3.1 has the same tags without fences, which is no known format.
+        # DeepSeek-V3.1 has the same tags without code fences. This is not a known format.
         (R1.replace("```json", ""), ChatFormat(THINK, None)),
         (LLAMA_3, ChatFormat(None, LLAMA)),
         (LLAMA_3 + "</think>", ChatFormat(THINK, LLAMA)),
@@ -72,7 +72,7 @@ def test_formats_are_in_the_tables_under_their_names():
         assert [name for name, known in table.items()] == [known.name for known in table.values()]
 
 
-def test_a_directory_names_its_architecture(tmp_path):
+def test_the_architecture_comes_from_the_config_of_the_directory(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["MiniMaxM2ForCausalLM"]}))
     assert read_chat_format(tmp_path, "") == ChatFormat(None, MINIMAX_M2)
     (tmp_path / "config.json").write_text("{}")

@@ -70,7 +70,7 @@ def test_missing_and_unexpected_tensors_are_refused(tmp_path, session):
             session(nanovllm_models.load(tmp_path))
 
 
-def test_experts_are_in_the_layers_of_the_config():
+def test_moe_layer_freq_selects_the_layers_with_experts():
     config = deepseek_v3.parse_config(JsonFields(TINY | {"moe_layer_freq": 2, "num_hidden_layers": 6}, "config.json"))
     assert [config.moe.has_experts(index) for index in range(6)] == [False, False, True, False, True, False]
 
@@ -97,12 +97,15 @@ def test_the_error_for_an_unsupported_config_names_the_field(field, value, messa
 def round_input(_module: torch.nn.Module, inputs: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
     (x,) = inputs
     numbers, scales = quantize_groups(x.flatten(0, -2))
-    wide = numbers.float() * scales.repeat_interleave(GROUP, 1)[:, : x.shape[-1]]
-    return (wide.view(x.shape),)
+    rounded = numbers.float() * scales.repeat_interleave(GROUP, 1)[:, : x.shape[-1]]
+    return (rounded.view(x.shape),)
 
 
 def test_block_fp8_checkpoints_give_the_logits_of_the_rounded_twin(tmp_path, session):
-    """The twin rounds inputs as in test_fp8_checkpoints, except for kv_b_proj, which our model dequantises."""
+    """The twin rounds the inputs of linear layers, as in test_fp8_checkpoints.
+
+    It does not round the input of kv_b_proj, because our model dequantises the weight of kv_b_proj.
+    """
     torch.manual_seed(0)
     config = transformers.DeepseekV3Config(**TINY | {"first_k_dense_replace": 3, "initializer_range": 0.1})
     model = transformers.DeepseekV3ForCausalLM(config).eval()

@@ -46,7 +46,7 @@ def conversion(tmp_path, monkeypatch) -> FakeConversion:
     return fake
 
 
-def names(directory: Path) -> set[str]:
+def file_names(directory: Path) -> set[str]:
     return {path.name for path in directory.iterdir()}
 
 
@@ -107,32 +107,32 @@ def test_weights_are_those_that_transformers_makes_of_the_file(default_model):
         "tensors"
     ]
     with safe_open(default_model / "model.safetensors", framework="pt") as ours:
-        names = set(ours.keys())
-        assert len(names) == 272
-        assert names == theirs.keys()
-        for name in names:
-            assert torch.equal(ours.get_tensor(name), theirs[name].bfloat16()), name
+        tensor_names = set(ours.keys())
+        assert len(tensor_names) == 272
+        assert tensor_names == theirs.keys()
+        for tensor_name in tensor_names:
+            assert torch.equal(ours.get_tensor(tensor_name), theirs[tensor_name].bfloat16()), tensor_name
 
 
 @pytest.mark.slow
 def test_the_default_model_knows_the_capital_of_france(default_model, tokenizer, session):
     spec = nanovllm_models.load(default_model)
-    running = session(spec)
-    new = tokenizer.encode(tokenizer.render_chat(QUESTION), add_special_tokens=False).tolist()
-    answer: list[int] = []
-    while len(answer) < 16 and (not answer or answer[-1] not in spec.eos_token_ids):
-        new = [int(running.step([new])[0][-1].argmax())]
-        answer += new
-    assert "Paris" in tokenizer.decode(answer)
+    model_session = session(spec)
+    new_ids = tokenizer.encode(tokenizer.render_chat(QUESTION), add_special_tokens=False).tolist()
+    answer_ids: list[int] = []
+    while len(answer_ids) < 16 and (not answer_ids or answer_ids[-1] not in spec.eos_token_ids):
+        new_ids = [int(model_session.step([new_ids])[0][-1].argmax())]
+        answer_ids += new_ids
+    assert "Paris" in tokenizer.decode(answer_ids)
 
 
 def test_the_model_is_converted_once(conversion, caplog):
     path = default_model_path()
     assert path.parent == default_model_module.cache_directory()
-    assert names(path) == {"config.json", "model.safetensors", "manifest.json"}
+    assert file_names(path) == {"config.json", "model.safetensors", "manifest.json"}
     assert default_model_path() == path
     assert conversion.calls == 1
-    assert names(path.parent) == {path.name, ".lock"}
+    assert file_names(path.parent) == {path.name, ".lock"}
     assert not caplog.records
 
 
@@ -152,16 +152,16 @@ def test_a_conversion_that_fails_leaves_nothing_and_can_be_tried_again(conversio
     with pytest.raises(ModelError, match=r"can't keep the default model in .*: No space left on device"):
         default_model_path()
     cache = default_model_module.cache_directory()
-    assert names(cache) == {".lock"}
+    assert file_names(cache) == {".lock"}
     conversion.fails = False
     assert default_model_path().is_dir()
 
 
 def test_files_of_a_killed_conversion_are_removed_by_the_next_conversion(conversion):
-    left = default_model_module.cache_directory() / ".building-dead"
-    (left / "new").mkdir(parents=True)
+    leftover_directory = default_model_module.cache_directory() / ".building-dead"
+    (leftover_directory / "new").mkdir(parents=True)
     path = default_model_path()
-    assert names(path.parent) == {path.name, ".lock"}
+    assert file_names(path.parent) == {path.name, ".lock"}
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_a_damaged_cache_is_rebuilt_with_one_line_in_the_log(conversion, caplog,
     assert conversion.calls == 2
     assert [record.getMessage().count(reason) for record in caplog.records] == [1]
     assert (path / "model.safetensors").read_bytes() == b"weights"
-    assert names(path.parent) == {path.name, ".lock"}
+    assert file_names(path.parent) == {path.name, ".lock"}
 
 
 def test_without_the_package_the_error_says_what_to_do(conversion, monkeypatch):

@@ -53,8 +53,8 @@ def make_model(family, **changes):
 def round_input(_module, inputs):
     (x,) = inputs
     numbers, scales = quantize_groups(x.flatten(0, -2))
-    wide = numbers.float() * scales.repeat_interleave(GROUP, 1)[:, : x.shape[-1]]
-    return (wide.view(x.shape),)
+    rounded = numbers.float() * scales.repeat_interleave(GROUP, 1)[:, : x.shape[-1]]
+    return (rounded.view(x.shape),)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -85,7 +85,7 @@ def test_logits_are_those_of_the_float32_twin(family, tmp_path, session):
 def test_modules_that_are_not_quantised_keep_their_weights(tmp_path, session):
     write_checkpoint(tmp_path, make_model("llama"), fp8=True)
     tensors = read_tensors(tmp_path)
-    # The first layer's attention output and the last layer become unquantised.
+    # The first layer's o_proj and the whole last layer become unquantised.
     for name in [name for name in tensors if name.endswith("_scale_inv")]:
         if "layers.2." in name or "layers.0.self_attn.o_proj" in name:
             del tensors[name]

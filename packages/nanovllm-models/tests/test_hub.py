@@ -1,4 +1,4 @@
-"""Models of the Hugging Face Hub, with a hub on a loopback address that the environment variables name."""
+"""Models of the Hugging Face Hub. Environment variables direct the client to a hub on a loopback address."""
 
 import os
 import pty
@@ -57,7 +57,10 @@ def hub(tmp_path: Path) -> Generator[LoopbackHub]:
 
 
 def run_find_model(hub: LoopbackHub, *arguments: str, **environment: str) -> str:
-    """Return what `find_model` returns or raises in a new process, because modules read the environment once."""
+    """Return the printed result or ModelError of `find_model`.
+
+    `find_model` runs in a new process, because modules read the environment only once per process.
+    """
     done = subprocess.run(
         [sys.executable, "-c", FIND, *arguments],
         env=hub.environment | environment,
@@ -69,14 +72,14 @@ def run_find_model(hub: LoopbackHub, *arguments: str, **environment: str) -> str
     return done.stdout.strip()
 
 
-def directory_of(result: str) -> Path:
+def parse_directory(result: str) -> Path:
     path, name = re.fullmatch(r"ModelDirectory\(path=\w+\('(.*)'\), name='(.*)'\)", result).groups()
     assert name in ("org/model", "org/private")
     return Path(path)
 
 
 def test_a_download_fetches_weights_json_tokenizer_and_template_but_no_code_and_no_copies(hub: LoopbackHub):
-    directory = directory_of(run_find_model(hub, "org/model"))
+    directory = parse_directory(run_find_model(hub, "org/model"))
     assert {file.name: file.read_bytes() for file in directory.iterdir()} == WANTED
     assert set(hub.requested_files) == set(WANTED)
 
@@ -123,8 +126,8 @@ def test_without_a_terminal_a_download_is_one_log_line(hub: LoopbackHub):
 
 
 def test_a_revision_follows_an_at_sign(hub: LoopbackHub):
-    assert directory_of(run_find_model(hub, "org/model@v1.0")).name == COMMIT
-    assert directory_of(run_find_model(hub, f"org/model@{COMMIT}")).name == COMMIT
+    assert parse_directory(run_find_model(hub, "org/model@v1.0")).name == COMMIT
+    assert parse_directory(run_find_model(hub, f"org/model@{COMMIT}")).name == COMMIT
     assert "has no revision v2.0: name a branch, a tag or a commit" in run_find_model(hub, "org/model@v2.0")
 
 
@@ -132,7 +135,7 @@ def test_a_private_repository_is_read_with_hf_token(hub: LoopbackHub):
     refused = run_find_model(hub, "org/private")
     assert refused.startswith("ModelError: org/private is neither a directory nor a repository")
     assert "set HF_TOKEN" in refused
-    assert directory_of(run_find_model(hub, "org/private", HF_TOKEN=TOKEN)).name == COMMIT
+    assert parse_directory(run_find_model(hub, "org/private", HF_TOKEN=TOKEN)).name == COMMIT
 
 
 def test_a_gated_repository_says_where_to_accept_the_licence(hub: LoopbackHub):
@@ -153,7 +156,7 @@ def test_a_refusal_has_the_reason_of_the_hub(hub: LoopbackHub):
     assert "not available in your country" in message
 
 
-def test_a_download_that_breaks_off_can_be_continued(hub: LoopbackHub):
+def test_the_error_for_a_broken_download_says_how_to_continue(hub: LoopbackHub):
     message = run_find_model(hub, "org/broken")
     assert message.startswith("ModelError: the download of org/broken")
     assert "start again to continue" in message
@@ -174,7 +177,7 @@ def test_offline_mode_downloads_nothing_and_says_how_to_allow_it(hub: LoopbackHu
 
 
 def test_without_weights_no_safetensors_file_is_downloaded(hub: LoopbackHub):
-    directory = directory_of(run_find_model(hub, "org/model", "without weights"))
+    directory = parse_directory(run_find_model(hub, "org/model", "without weights"))
     assert {file.name for file in directory.iterdir()} == {name for name in WANTED if not name.endswith(".safetensors")}
 
 

@@ -1,4 +1,4 @@
-"""The lower bound of the number of tokens of a text."""
+"""The lower bound on the number of tokens of a text."""
 
 import pytest
 from hypothesis import given
@@ -35,7 +35,7 @@ def test_no_text_has_fewer_tokens_than_the_bound(text, index):
     assert bound.min_num_tokens(text) <= len(BACKENDS[index].encode(text, add_special_tokens=False).ids)
 
 
-def test_bound_counts_the_longest_tokens():
+def test_bound_is_exact_for_a_text_of_longest_tokens():
     bound = find_length_bound(BACKENDS[0])
     assert bound is not None
     assert bound.min_num_tokens("abababab" * 1000) == 1000
@@ -51,5 +51,5 @@ def test_bound_counts_the_longest_tokens():
     ],
     ids=["normalizer drops spaces", "no token for a continuation byte", "added token strips spaces", "not byte-level"],
 )
-def test_tokenizer_that_may_drop_any_character_has_no_bound(backend):
+def test_unsupported_tokenizer_has_no_bound(backend):
     assert find_length_bound(backend) is None

@@ -50,7 +50,7 @@ print(memory("VmHWM") - before, memory("VmRSS") - before)
 """
 
 
-def write_large(path: Path) -> tuple[int, int]:
+def write_large_checkpoint(path: Path) -> tuple[int, int]:
     """Write a sharded checkpoint of zeros; returns the sizes of the model and of the largest shard, in bytes."""
     (path / "config.json").write_text(json.dumps(CONFIG))
     build = BuildContext(torch.device("cpu"), torch.float16, ParallelContext())
@@ -74,12 +74,12 @@ def write_large(path: Path) -> tuple[int, int]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_loading_needs_memory_for_the_model_and_one_file(tmp_path):
-    model, shard = write_large(tmp_path)
+    model_bytes, shard_bytes = write_large_checkpoint(tmp_path)
     # With a smaller model, a second copy in memory would pass the test.
-    assert model > 2 * (shard + SLACK)
+    assert model_bytes > 2 * (shard_bytes + SLACK)
     command = [sys.executable, "-c", LOAD, str(tmp_path)]
     output = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert output.returncode == 0, output.stderr
-    peak, kept = map(int, output.stdout.split())
-    assert model - SLACK < kept < model + SLACK
-    assert peak < model + shard + SLACK
+    peak_bytes, kept_bytes = map(int, output.stdout.split())
+    assert model_bytes - SLACK < kept_bytes < model_bytes + SLACK
+    assert peak_bytes < model_bytes + shard_bytes + SLACK

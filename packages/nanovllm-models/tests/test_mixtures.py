@@ -49,8 +49,8 @@ def test_missing_and_misshapen_expert_tensors_are_named(family, expert, tmp_path
 def round_input(_module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
     x, *others = inputs
     numbers, scales = quantize_groups(x.flatten(0, -2))
-    wide = numbers.float() * scales.repeat_interleave(GROUP, 1)[:, : x.shape[-1]]
-    return (wide.view(x.shape), *others)
+    rounded = numbers.float() * scales.repeat_interleave(GROUP, 1)[:, : x.shape[-1]]
+    return (rounded.view(x.shape), *others)
 
 
 class RoundingExperts(torch.nn.Module):
@@ -121,19 +121,19 @@ def test_the_error_for_an_unsupported_config_names_the_field(family, changes, me
         nanovllm_models.load(tmp_path)
 
 
-@pytest.mark.parametrize(("family", "config"), [(qwen3_moe, "Qwen3MoeConfig"), (minimax_m2, "MiniMaxM2Config")])
-def test_fields_left_out_have_the_defaults_of_transformers(family, config, tmp_path):
+@pytest.mark.parametrize(("module", "config_class"), [(qwen3_moe, "Qwen3MoeConfig"), (minimax_m2, "MiniMaxM2Config")])
+def test_fields_left_out_have_the_defaults_of_transformers(module, config_class, tmp_path):
     (tmp_path / "config.json").write_text("{}")
     fields = read_fields(tmp_path / "config.json")
-    ours, theirs = family.parse_config(fields), getattr(transformers, config)()
+    ours, theirs = module.parse_config(fields), getattr(transformers, config_class)()
     names = {"vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"} | {
         *("num_key_value_heads", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings")
     }
     assert {name: getattr(ours, name) for name in names} == {name: getattr(theirs, name) for name in names}
     assert ours.rotary.theta == theirs.rope_parameters["rope_theta"]
-    sparse = family.parse_moe_config(fields, *([24] if family is qwen3_moe else []))
-    assert (sparse.num_experts, sparse.routing.top_k) == (theirs.num_local_experts, theirs.num_experts_per_tok)
-    if family is qwen3_moe:
-        assert sparse.intermediate_size == theirs.moe_intermediate_size
-        assert sparse.routing.renormalize == theirs.norm_topk_prob
-        assert sparse.sparse_layers == frozenset(range(24))
+    moe_config = module.parse_moe_config(fields, *([24] if module is qwen3_moe else []))
+    assert (moe_config.num_experts, moe_config.routing.top_k) == (theirs.num_local_experts, theirs.num_experts_per_tok)
+    if module is qwen3_moe:
+        assert moe_config.intermediate_size == theirs.moe_intermediate_size
+        assert moe_config.routing.renormalize == theirs.norm_topk_prob
+        assert moe_config.sparse_layers == frozenset(range(24))

@@ -61,8 +61,8 @@ def test_modules_that_minimax_m2_turns_off_are_not_declared(tmp_path, session, c
     assert "multi-token" not in caplog.text
 
 
-# Names of the head's modules in checkpoints of each family: norms of the embedding, of the hidden state and of the
-# result, projection, decoder layer, output head. The last item is the index of a decoder layer of the same kind.
+# Names of the head's modules in checkpoints of each family: embedding norm, hidden-state norm, result norm, projection,
+# decoder layer, output head. The last item is the index of a decoder layer of the same kind.
 HEADS = {
     "deepseek_v3": ("enorm", "hnorm", "shared_head.norm", "eh_proj", "", "model.layers.3.shared_head.head", 2),
     "qwen3_next": ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm", "fc", "layers.0.", "lm_head", 3),
@@ -74,14 +74,14 @@ class HeadOracle:
     """The head in plain torch, with a decoder layer of transformers. Source: DeepSeek-V3, section 2.2."""
 
     def __init__(self, family: str, model, tensors: dict[str, Tensor]):
-        *norms, projection, layer_prefix, output_head, template = HEADS[family]
+        *norms, projection, layer_prefix, output_head, replaced_layer_index = HEADS[family]
         prefix = PREFIXES[family]
         self._norm_offset = 1 if family == "qwen3_next" else 0
         self._norms = [tensors[f"{prefix}{norm}.weight"] + self._norm_offset for norm in norms]
         self._projection = tensors[f"{prefix}{projection}.weight"]
         self._output_head = tensors[f"{output_head}.weight"]
         self._model = model.model
-        self._template = template
+        self._replaced_layer_index = replaced_layer_index
         # transformers can't load a head. Therefore `write_layer` stores the head's layer in place of a decoder layer.
         self._layer_tensors = {
             name.removeprefix(prefix + layer_prefix): tensor
@@ -91,7 +91,7 @@ class HeadOracle:
 
     def write_layer(self, path: Path, tensors: dict[str, Tensor]) -> None:
         """Replace a decoder layer of the checkpoint `tensors` by the head's layer, and write the result to `path`."""
-        prefix = f"model.layers.{self._template}."
+        prefix = f"model.layers.{self._replaced_layer_index}."
         layer = {name: self._layer_tensors[name.removeprefix(prefix)] for name in tensors if name.startswith(prefix)}
         save_file({name: tensor.contiguous() for name, tensor in (tensors | layer).items()}, path)
 
@@ -112,7 +112,9 @@ class HeadOracle:
         positions = torch.arange(x.shape[1])[None]
         mask = torch.full((x.shape[1], x.shape[1]), -torch.inf).triu(1)[None, None]
         rotation = self._model.rotary_emb(x, positions)
-        x = layers[self._template](x, attention_mask=mask, position_ids=positions, position_embeddings=rotation)
+        x = layers[self._replaced_layer_index](
+            x, attention_mask=mask, position_ids=positions, position_embeddings=rotation
+        )
         x = (x[0] if isinstance(x, tuple) else x)[0]
         result = functional.rms_norm(x, size, self._norms[2], eps)
         # Only Qwen3-Next's head returns normed hidden states.
@@ -123,7 +125,7 @@ class HeadOracle:
 @torch.inference_mode()
 def test_predictions_of_heads_equal_the_oracle(family, tmp_path, session):
     model = make_model(family)
-    write_checkpoint(tmp_path / "ours", model, mtp=True, shards=1)
+    write_checkpoint(tmp_path / "ours", model, mtp=True, num_shards=1)
     make_checkpoint(tmp_path / "layer", family)
     oracle = HeadOracle(family, model, read_tensors(tmp_path / "ours"))
     oracle.write_layer(tmp_path / "layer" / "model.safetensors", load_file(tmp_path / "layer" / "model.safetensors"))

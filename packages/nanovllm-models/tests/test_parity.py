@@ -118,20 +118,20 @@ VARIANTS = {
 def test_same_logits_and_tokens_as_transformers(family, variant, tmp_path, session):
     theirs = make_checkpoint(tmp_path, family, **VARIANTS[family][variant])
     ours = session(nanovllm_models.load(tmp_path))
-    sequences = new = PROMPTS
+    sequences = new_tokens = PROMPTS
     for _ in range(10):
-        logits = ours.step(new)
-        for sequence, fresh, found in zip(sequences, new, logits, strict=True):
+        logits = ours.step(new_tokens)
+        for sequence, last_tokens, found in zip(sequences, new_tokens, logits, strict=True):
             with torch.no_grad():
-                expected = theirs(torch.tensor([sequence])).logits[0, -len(fresh) :]
+                expected = theirs(torch.tensor([sequence])).logits[0, -len(last_tokens) :]
             torch.testing.assert_close(found, expected, atol=TOLERANCES[family], rtol=TOLERANCES[family])
             assert found.argmax(-1).tolist() == expected.argmax(-1).tolist()
-        new = [[int(found[-1].argmax())] for found in logits]
-        sequences = [sequence + fresh for sequence, fresh in zip(sequences, new, strict=True)]
+        new_tokens = [[int(found[-1].argmax())] for found in logits]
+        sequences = [sequence + last_tokens for sequence, last_tokens in zip(sequences, new_tokens, strict=True)]
 
 
 @pytest.mark.parametrize(
-    ("family", "variant", "kinds"),
+    ("family", "variant", "num_kinds"),
     [
         ("llama", "mha, tied", 1),
         ("llama", "biases", 1),
@@ -143,7 +143,7 @@ def test_same_logits_and_tokens_as_transformers(family, variant, tmp_path, sessi
         ("deepseek_v3", "two dense layers", 2),
     ],
 )
-def test_each_kind_of_layer_is_compiled_once(family, variant, kinds, tmp_path, session, monkeypatch):
+def test_each_kind_of_layer_is_compiled_once(family, variant, num_kinds, tmp_path, session, monkeypatch):
     counter = CompileCounterWithBackend("aot_eager")
     monkeypatch.setattr(compilation, "BACKEND", counter)
     for module in (llama, qwen3_next, deepseek_v3):
@@ -155,7 +155,7 @@ def test_each_kind_of_layer_is_compiled_once(family, variant, kinds, tmp_path, s
         with torch._dynamo.config.patch(error_on_recompile=index > 0):
             for found, expected in zip(fast.step(step), plain.step(step), strict=True):
                 torch.testing.assert_close(found, expected, atol=TOLERANCES[family], rtol=TOLERANCES[family])
-    assert counter.frame_count == kinds
+    assert counter.frame_count == num_kinds
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_chunked_prefill_gives_the_same_logits(family, variant, tmp_path, sessio
 
 
 @pytest.mark.parametrize(
-    ("family", "rope", "kind", "added"),
+    ("family", "rope", "type_field", "added"),
     [
         ("llama", LLAMA3, "rope_type", {}),
         (
@@ -189,7 +189,7 @@ def test_chunked_prefill_gives_the_same_logits(family, variant, tmp_path, sessio
     ],
     ids=["llama", "deepseek_v3"],
 )
-def test_configs_of_transformers_4_and_5_are_equivalent(family, rope, kind, added, tmp_path, session):
+def test_configs_of_transformers_4_and_5_are_equivalent(family, rope, type_field, added, tmp_path, session):
     make_checkpoint(tmp_path, family, rope_parameters=rope)
     expected = session(nanovllm_models.load(tmp_path)).step(PROMPTS)
     file = tmp_path / "config.json"
@@ -197,14 +197,14 @@ def test_configs_of_transformers_4_and_5_are_equivalent(family, rope, kind, adde
     rope = fields.pop("rope_parameters")
     fields["torch_dtype"] = fields.pop("dtype")
     fields["rope_theta"] = rope.pop("rope_theta")
-    rope[kind] = rope.pop("rope_type")
+    rope[type_field] = rope.pop("rope_type")
     file.write_text(json.dumps(fields | {"rope_scaling": rope} | added))
     found = session(nanovllm_models.load(tmp_path)).step(PROMPTS)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize(
-    ("family", "variant", "near", "share"),
+    ("family", "variant", "min_similarity", "share"),
     [
         ("llama", "gqa, tied", 0.99, 1),
         # In bfloat16, some tokens choose other experts, which changes their logits. Only a share of tokens must pass.
@@ -214,17 +214,17 @@ def test_configs_of_transformers_4_and_5_are_equivalent(family, rope, kind, adde
         ("deepseek_v3", "dense", 0.99, 1),
     ],
 )
-def test_bfloat16_logits_are_near_float32_logits(family, variant, near, share, tmp_path, session):
+def test_bfloat16_logits_are_near_float32_logits(family, variant, min_similarity, share, tmp_path, session):
     make_checkpoint(tmp_path, family, **VARIANTS[family][variant])
     spec = nanovllm_models.load(tmp_path)
     exact, coarse = (torch.cat(session(spec, dtype).step(PROMPTS)) for dtype in (torch.float32, torch.bfloat16))
     assert coarse.dtype == torch.float32
     similar = torch.nn.functional.cosine_similarity(coarse, exact, dim=-1)
-    assert (similar > near).float().mean() >= share
+    assert (similar > min_similarity).float().mean() >= share
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_dummy_weights_are_drawn_from_the_seed(family, tmp_path, session):
+def test_dummy_weights_depend_on_the_seed(family, tmp_path, session):
     make_checkpoint(tmp_path, family)
     first, second = (
         session(nanovllm_models.load(tmp_path, load_format="dummy", seed=seed)).step(PROMPTS)[0] for seed in (1, 2)

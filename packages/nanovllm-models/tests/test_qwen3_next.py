@@ -149,8 +149,8 @@ def test_block_fp8_weights_are_loaded_into_the_rows_of_the_float32_weights(share
     full, plain_full = (each.model.model.layers[1] for each in (ours, twin))
     sparse, plain_sparse = (each.model.model.layers[0].mlp for each in (ours, twin))
     head, plain_head = (each.model.mtp.layers[0].self_attn for each in (ours, twin))
-    joint = plain_delta.in_proj.weight.data
-    qkvz, ba = joint.split((delta.in_proj.weight.data.shape[0], delta.in_proj_ba.weight.data.shape[0]))
+    plain_in_proj = plain_delta.in_proj.weight.data
+    qkvz, ba = plain_in_proj.split((delta.in_proj.weight.data.shape[0], delta.in_proj_ba.weight.data.shape[0]))
     assert torch.equal(delta.in_proj_ba.weight.data, ba)
     assert (sparse.shared_expert is None) == (shared_width == 40)
     if shared_width == 40:
@@ -171,8 +171,8 @@ def test_block_fp8_weights_are_loaded_into_the_rows_of_the_float32_weights(share
         assert isinstance(weight, BlockFP8Weight)
         torch.testing.assert_close(dequantize(weight), expected)
     found, expected = (torch.cat(each.step(PROMPTS)) for each in (ours, twin))
-    near = torch.nn.functional.cosine_similarity(found, expected, dim=-1) > 0.98
-    assert near.float().mean() > 0.8
+    is_near = torch.nn.functional.cosine_similarity(found, expected, dim=-1) > 0.98
+    assert is_near.float().mean() > 0.8
 
 
 def test_heads_whose_gates_would_share_a_block_are_refused(tmp_path):

@@ -125,22 +125,22 @@ def test_dummy_weights_are_drawn_from_the_seed(write_config, session):
 
 
 @pytest.mark.parametrize(
-    ("family", "config", "beyond"),
+    ("module", "config_class", "uncompared_fields"),
     [
         (llama, "LlamaConfig", set()),
         (qwen2, "Qwen2Config", {"attention_bias", "mlp_bias", "head_dim"}),
         (qwen3, "Qwen3Config", {"mlp_bias"}),
     ],
 )
-def test_fields_left_out_have_the_defaults_of_transformers(write_config, family, config, beyond):
+def test_fields_left_out_have_the_defaults_of_transformers(write_config, module, config_class, uncompared_fields):
     import transformers
 
     from nanovllm_models.fields import read_fields
 
     path = write_config()
     (path / "config.json").write_text("{}")
-    ours, theirs = family.parse_config(read_fields(path / "config.json")), getattr(transformers, config)()
-    names = set(ours.__slots__) - {"rotary", "qk_norm", "o_proj_bias", "quantization"} - beyond
+    ours, theirs = module.parse_config(read_fields(path / "config.json")), getattr(transformers, config_class)()
+    names = set(ours.__slots__) - {"rotary", "qk_norm", "o_proj_bias", "quantization"} - uncompared_fields
     assert {name: getattr(ours, name) for name in names} == {name: getattr(theirs, name) for name in names}
     assert ours.rotary.theta == theirs.rope_parameters["rope_theta"]
 

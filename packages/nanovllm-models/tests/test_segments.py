@@ -1,4 +1,7 @@
-"""Segments (texts between added tokens) have the ids of the whole text, or the tokenizer has no segment encoder."""
+"""A segment encoder gives the ids of the whole text. Segments are the texts between added tokens.
+
+A tokenizer whose segments depend on each other has no segment encoder.
+"""
 
 import random
 import subprocess
@@ -48,7 +51,7 @@ CHATML = special("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 OVERLAPPING = special("<a>", "<a><b>", "b><", "<|im", "<|im_start|>", "|>", "\n\n", "\n\n\n", " x ", "é", "東")
 
 
-def trained(pre_tokenizer, added, *, normalizer=None, **options) -> tokenizers.Tokenizer:
+def train_backend(pre_tokenizer, added, *, normalizer=None, **options) -> tokenizers.Tokenizer:
     """Return a byte-level BPE with a few merges."""
     backend = tokenizers.Tokenizer(models.BPE(**options))
     backend.normalizer, backend.pre_tokenizer = normalizer, pre_tokenizer
@@ -87,17 +90,19 @@ def legacy_llama() -> normalizers.Normalizer:
 
 def smollm() -> tokenizers.Tokenizer:
     digits = pre_tokenizers.Digits(individual_digits=True)
-    return trained(pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)]), CHATML)
+    return train_backend(pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)]), CHATML)
 
 
 def qwen() -> tokenizers.Tokenizer:
     added = [*CHATML, *ordinary("<tool_call>", "</tool_call>", "<think>", "</think>", "<|fim_prefix|>")]
-    return trained(byte_level(QWEN), added, normalizer=normalizers.NFC())
+    return train_backend(byte_level(QWEN), added, normalizer=normalizers.NFC())
 
 
 def llama_3() -> tokenizers.Tokenizer:
     reserved = [f"<|reserved_special_token_{index}|>" for index in range(12)]
-    backend = trained(byte_level(LLAMA), special("<|begin_of_text|>", "<|eot_id|>", *reserved), ignore_merges=True)
+    backend = train_backend(
+        byte_level(LLAMA), special("<|begin_of_text|>", "<|eot_id|>", *reserved), ignore_merges=True
+    )
     template = processors.TemplateProcessing(
         single="<|begin_of_text|> $A",
         special_tokens=[("<|begin_of_text|>", backend.token_to_id("<|begin_of_text|>"))],
@@ -112,12 +117,12 @@ def deepseek() -> tokenizers.Tokenizer:
         *ordinary("<｜User｜>", "<｜fim▁hole｜>", "<think>", "</think>", normalized=True),
     ]
     patterns = (r"\p{N}{1,3}", r"[一-龥\u3040-ゟ\u30a0-ヿ]+", DEEPSEEK)
-    return trained(byte_level(*patterns), added, normalizer=normalizers.Sequence([]))
+    return train_backend(byte_level(*patterns), added, normalizer=normalizers.Sequence([]))
 
 
 def minimax() -> tokenizers.Tokenizer:
     added = special("]~!b[", "]~b]", "[e~[", "]!d~[", "<minimax:tool_call>", "<think>")
-    return trained(byte_level(LLAMA), added)
+    return train_backend(byte_level(LLAMA), added)
 
 
 def gemma() -> tokenizers.Tokenizer:
@@ -128,7 +133,7 @@ def gemma() -> tokenizers.Tokenizer:
 
 
 def normalized_tokens() -> tokenizers.Tokenizer:
-    """A tokenizer that matches added tokens of every kind in normalized text, within segments."""
+    """A tokenizer with normalized added tokens of every kind. It matches these tokens inside segments."""
     added = [
         *CHATML,
         *ordinary("HeLLo", "user", normalized=True),
@@ -137,7 +142,7 @@ def normalized_tokens() -> tokenizers.Tokenizer:
         *ordinary("x<|im", "a>", normalized=True),
     ]
     normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
-    return trained(byte_level(), added, normalizer=normalizer)
+    return train_backend(byte_level(), added, normalizer=normalizer)
 
 
 def metaspace(scheme: str, *, split: bool = True) -> tokenizers.Tokenizer:
@@ -152,28 +157,28 @@ BY_SEGMENT = {
     "DeepSeek": deepseek,
     "MiniMax": minimax,
     "Gemma": gemma,
-    "GPT-2": lambda: trained(byte_level(), CHATML),
-    "prefix space": lambda: trained(byte_level(prefix=True), CHATML),
+    "GPT-2": lambda: train_backend(byte_level(), CHATML),
+    "prefix space": lambda: train_backend(byte_level(prefix=True), CHATML),
     "Llama 2, legacy": lambda: sentencepiece(special("<s>", "</s>"), normalizer=legacy_llama()),
     "Metaspace always": lambda: metaspace("always"),
     "Metaspace always, unsplit": lambda: metaspace("always", split=False),
     "Metaspace never": lambda: metaspace("never"),
-    "overlapping tokens": lambda: trained(byte_level(QWEN), OVERLAPPING, normalizer=normalizers.NFC()),
+    "overlapping tokens": lambda: train_backend(byte_level(QWEN), OVERLAPPING, normalizer=normalizers.NFC()),
     "normalized tokens": normalized_tokens,
 }
 AS_A_WHOLE = {
     "Metaspace first": lambda: metaspace("first"),
     "Metaspace first, unsplit": lambda: metaspace("first", split=False),
-    "lstrip": lambda: trained(byte_level(), [*CHATML, *special("<mask>", lstrip=True)]),
+    "lstrip": lambda: train_backend(byte_level(), [*CHATML, *special("<mask>", lstrip=True)]),
     "rstrip": lambda: sentencepiece([*special("<s>"), *special("<|user|>", rstrip=True)], normalizer=legacy_llama()),
-    "single word": lambda: trained(byte_level(), [*CHATML, *ordinary("yes", single_word=True)]),
-    "no added tokens": lambda: trained(byte_level(), []),
-    "only normalized tokens": lambda: trained(byte_level(), ordinary("<a>", normalized=True)),
+    "single word": lambda: train_backend(byte_level(), [*CHATML, *ordinary("yes", single_word=True)]),
+    "no added tokens": lambda: train_backend(byte_level(), []),
+    "only normalized tokens": lambda: train_backend(byte_level(), ordinary("<a>", normalized=True)),
     "dropout": lambda: sentencepiece(CHATML, dropout=0.1),
-    "unigram": lambda: with_tokens(models.Unigram([("<unk>", 0.0), ("a", -1.0)], unk_id=0)),
-    "unknown normalizer": lambda: trained(byte_level(), CHATML, normalizer=normalizers.Strip()),
-    "unknown pre-tokenizer": lambda: trained(pre_tokenizers.UnicodeScripts(), CHATML),
-    "written in Python": lambda: trained(pre_tokenizers.PreTokenizer.custom(PythonPreTokenizer()), CHATML),
+    "unigram": lambda: backend_with_tokens(models.Unigram([("<unk>", 0.0), ("a", -1.0)], unk_id=0)),
+    "unknown normalizer": lambda: train_backend(byte_level(), CHATML, normalizer=normalizers.Strip()),
+    "unknown pre-tokenizer": lambda: train_backend(pre_tokenizers.UnicodeScripts(), CHATML),
+    "written in Python": lambda: train_backend(pre_tokenizers.PreTokenizer.custom(PythonPreTokenizer()), CHATML),
 }
 
 
@@ -182,7 +187,7 @@ class PythonPreTokenizer:
         text.split(lambda _, piece: [piece])
 
 
-def with_tokens(model: models.Model) -> tokenizers.Tokenizer:
+def backend_with_tokens(model: models.Model) -> tokenizers.Tokenizer:
     backend = tokenizers.Tokenizer(model)
     backend.add_tokens(CHATML)
     return backend
@@ -264,7 +269,7 @@ def test_every_pair_of_tokens_and_texts_has_the_ids_of_the_whole_text(name):
 
 
 @pytest.mark.parametrize("name", AS_A_WHOLE)
-def test_tokenizers_with_dependent_segments_get_no_segment_encoder(name):
+def test_unsupported_tokenizers_get_no_segment_encoder(name):
     assert make_segment_encoder(backend_of(name)) is None
 
 
@@ -279,7 +284,7 @@ def test_tokenizers_that_ignore_special_tokens_get_no_segment_encoder():
     assert make_segment_encoder(backend) is None
 
 
-def test_the_self_check_finds_dependent_segments_of_listed_components(monkeypatch, caplog):
+def test_the_self_check_finds_dependent_segments_that_the_component_check_accepts(monkeypatch, caplog):
     monkeypatch.setattr(segments, "_has_independent_segments", lambda backend: True)
     for name in ("Metaspace first", "Metaspace first, unsplit"):
         assert make_segment_encoder(backend_of(name)) is None
@@ -299,7 +304,7 @@ def test_a_tokenizer_encodes_like_its_backend(name, add_special_tokens):
         assert (found.tolist(), found.dtype, found.flags.writeable) == (expected, "int32", False)
 
 
-class CountingBackend:
+class RecordingBackend:
     """A backend that records the texts that it encodes."""
 
     def __init__(self, backend: tokenizers.Tokenizer):
@@ -311,14 +316,14 @@ class CountingBackend:
         return self.backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
 
 
-def counting_encoder(max_bytes: int) -> tuple[SegmentEncoder, CountingBackend]:
-    backend = CountingBackend(backend_of("Qwen"))
+def recording_encoder(max_bytes: int) -> tuple[SegmentEncoder, RecordingBackend]:
+    backend = RecordingBackend(backend_of("Qwen"))
     tokens = {token.content: token_id for token_id, token in backend.backend.get_added_tokens_decoder().items()}
     return SegmentEncoder(backend, tokens, max_bytes), backend
 
 
 def test_a_turn_encodes_only_its_new_segments():
-    encoder, backend = counting_encoder(1 << 20)
+    encoder, backend = recording_encoder(1 << 20)
     history = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
     encoder.encode(history)
     assert backend.encoded == ["user\nhello", "\n", "assistant\n"]
@@ -332,7 +337,7 @@ def test_a_turn_encodes_only_its_new_segments():
 
 
 def test_segments_of_a_text_that_is_too_long_are_neither_cached_nor_published():
-    encoder, backend = counting_encoder(1 << 20)
+    encoder, backend = recording_encoder(1 << 20)
     peer = Exchange()
     encoder.share(Exchange([peer]))
     encoder.encode("hello<|im_end|>")
@@ -380,7 +385,7 @@ def test_a_segment_that_is_added_twice_counts_once():
 
 
 def test_threads_may_share_a_small_cache():
-    encoder, backend = counting_encoder(4_000)
+    encoder, backend = recording_encoder(4_000)
     texts = [f"<|im_start|>user\nhello {index}<|im_end|>\n" * 3 for index in range(30)]
     expected = [backend.backend.encode(text, add_special_tokens=False).ids for text in texts]
 
@@ -433,14 +438,14 @@ class Exchange:
     def __init__(self, peers: list["Exchange"] | None = None):
         self.peers: list[Exchange] = [] if peers is None else peers
         self.arrived: dict[str, bytes] = {}
-        self.num_receipts = 0
+        self.num_receives = 0
 
     def publish(self, encoded):
         for peer in self.peers:
             peer.arrived.update(encoded)
 
     def receive(self):
-        self.num_receipts += 1
+        self.num_receives += 1
         arrived, self.arrived = self.arrived, {}
         return arrived
 
@@ -449,11 +454,11 @@ LONG_HISTORY = "<|im_start|>user\n" + "hello " * 300 + "<|im_end|>\n<|im_start|>
 
 
 def test_a_segment_that_another_encoder_has_published_is_not_encoded_again():
-    first, _ = counting_encoder(1 << 20)
-    second, backend = counting_encoder(1 << 20)
-    here = Exchange()
-    first.share(Exchange([here]))
-    second.share(here)
+    first, _ = recording_encoder(1 << 20)
+    second, backend = recording_encoder(1 << 20)
+    exchange = Exchange()
+    first.share(Exchange([exchange]))
+    second.share(exchange)
     expected = first.encode(LONG_HISTORY)
     assert second.encode(LONG_HISTORY).tolist() == expected.tolist()
     assert not backend.encoded
@@ -461,29 +466,29 @@ def test_a_segment_that_another_encoder_has_published_is_not_encoded_again():
     assert backend.encoded == ["assistant\nmore"]
 
 
-def test_an_encoder_that_joins_caches_earlier_published_segments():
-    first, _ = counting_encoder(1 << 20)
-    second, backend = counting_encoder(1 << 20)
-    here = Exchange()
-    first.share(Exchange([here]))
+def test_share_caches_segments_that_were_published_before():
+    first, _ = recording_encoder(1 << 20)
+    second, backend = recording_encoder(1 << 20)
+    exchange = Exchange()
+    first.share(Exchange([exchange]))
     first.encode("<|im_start|>hello<|im_end|>")
-    second.share(here)
+    second.share(exchange)
     second.encode("<|im_start|>hello<|im_end|>")
     assert not backend.encoded
 
 
 def test_short_missing_texts_are_encoded_without_reading_the_exchange():
-    encoder, backend = counting_encoder(1 << 20)
-    here = Exchange()
-    encoder.share(here)
+    encoder, backend = recording_encoder(1 << 20)
+    exchange = Exchange()
+    encoder.share(exchange)
     encoder.encode("hello")
-    assert (here.num_receipts, backend.encoded) == (1, ["hello"])
+    assert (exchange.num_receives, backend.encoded) == (1, ["hello"])
     encoder.encode(LONG_HISTORY)
-    assert here.num_receipts == 2
+    assert exchange.num_receives == 2
 
 
 def test_only_new_segments_are_published():
-    encoder, _ = counting_encoder(1 << 20)
+    encoder, _ = recording_encoder(1 << 20)
     peer = Exchange()
     encoder.share(Exchange([peer]))
     encoder.encode("hello<|im_end|>")

@@ -100,7 +100,7 @@ FAMILIES = {
     ),
 }
 DTYPES = {"fp8": torch.float8_e4m3fn, "bf16": torch.bfloat16, "float32": torch.float32}
-MTP = ("qwen3_next", "deepseek_v3")
+FAMILIES_WITH_MTP = ("qwen3_next", "deepseek_v3")
 
 
 def make_model(family):
@@ -113,7 +113,9 @@ def make_model(family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_checkpoints_have_the_published_layout(family, tmp_path):
     model = make_model(family)
-    write_checkpoint(tmp_path / "fp8", model, dtype=torch.bfloat16, fp8=True, mtp=family in MTP, old_config=True)
+    write_checkpoint(
+        tmp_path / "fp8", model, dtype=torch.bfloat16, fp8=True, mtp=family in FAMILIES_WITH_MTP, old_config=True
+    )
     tensors = read_tensors(tmp_path / "fp8")
     weight_map = json.loads((tmp_path / "fp8" / INDEX).read_text())["weight_map"]
     assert len(set(weight_map.values())) == 3
@@ -139,8 +141,8 @@ def test_checkpoints_have_the_published_layout(family, tmp_path):
     with torch.no_grad():
         found, expected = twin.eval()(ids).logits, model(ids).logits
     # Rounding may change the choice of an expert, which changes a token's logits a lot.
-    similar = torch.nn.functional.cosine_similarity(found, expected, dim=-1)
-    assert similar.median() > 0.99
+    similarities = torch.nn.functional.cosine_similarity(found, expected, dim=-1)
+    assert similarities.median() > 0.99
 
 
 def test_multi_token_prediction_that_is_not_published_is_refused(tmp_path):
@@ -150,8 +152,8 @@ def test_multi_token_prediction_that_is_not_published_is_refused(tmp_path):
 
 def test_transformers_reads_a_plain_checkpoint(tmp_path):
     model = make_model("qwen3_moe")
-    write_checkpoint(tmp_path, model, shards=2)
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    write_checkpoint(tmp_path, model, num_shards=2)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     ids = torch.arange(20)[None]
     with torch.no_grad():
-        assert torch.equal(again(ids).logits, model(ids).logits)
+        assert torch.equal(loaded(ids).logits, model(ids).logits)

@@ -56,8 +56,8 @@ def test_a_conversation_is_rendered_by_the_template(write_tokenizer):
     assert tokenizer.render_chat(HELLO, template_values={"think": True}) == "<s>[user]hello<think>[assistant]"
     tools = [{"type": "function", "function": {"name": "é"}}]
     assert tokenizer.render_chat(HELLO, tools=tools).endswith(json.dumps(tools, ensure_ascii=False) + "[assistant]")
-    begun = [*HELLO, {"role": "assistant", "content": "wor"}]
-    continued = tokenizer.render_chat(begun, add_generation_prompt=False, continue_final_message=True)
+    messages = [*HELLO, {"role": "assistant", "content": "wor"}]
+    continued = tokenizer.render_chat(messages, add_generation_prompt=False, continue_final_message=True)
     assert continued == "<s>[user]hello[assistant]wor"
 
 
@@ -65,13 +65,13 @@ def test_chat_template_is_the_source_of_the_template(write_tokenizer):
     assert load_tokenizer(write_tokenizer(TEMPLATE)).chat_template == TEMPLATE
     assert load_tokenizer(write_tokenizer(TEMPLATE), chat_template="x").chat_template == "x"
     assert load_tokenizer(write_tokenizer(None)).chat_template == ""
-    several = [{"name": "default", "template": "a"}, {"name": "tool_use", "template": "b"}]
-    assert load_tokenizer(write_tokenizer(several)).chat_template == "a\nb"
+    named_templates = [{"name": "default", "template": "a"}, {"name": "tool_use", "template": "b"}]
+    assert load_tokenizer(write_tokenizer(named_templates)).chat_template == "a\nb"
 
 
-def test_a_callers_template_replaces_the_models(write_tokenizer):
-    for own in (None, TEMPLATE):
-        tokenizer = load_tokenizer(write_tokenizer(own), chat_template="{{ messages[0].content }}!")
+def test_the_callers_template_replaces_the_models_template(write_tokenizer):
+    for model_template in (None, TEMPLATE):
+        tokenizer = load_tokenizer(write_tokenizer(model_template), chat_template="{{ messages[0].content }}!")
         assert tokenizer.render_chat(HELLO) == "hello!"
 
 

@@ -18,11 +18,11 @@ def test_the_default_models_vocabulary_has_the_bytes_of_its_tokens(default_model
     backend = nanovllm_models.load_tokenizer(default_model).backend
     text = 'naïve 日本語 {"a": [1, 2]}\n\tdef f():\r\n'
     assert b"".join(vocabulary.tokens[token] for token in backend.encode(text).ids) == text.encode()
-    nothing = [token for token, piece in enumerate(vocabulary.tokens) if not piece]
-    assert nothing == sorted(backend.get_added_tokens_decoder())
+    ids_without_bytes = [token for token, piece in enumerate(vocabulary.tokens) if not piece]
+    assert ids_without_bytes == sorted(backend.get_added_tokens_decoder())
 
 
-def test_special_tokens_are_text_where_a_family_writes_them(tmp_path):
+def test_special_tokens_have_bytes_only_if_they_are_tags_of_chat_formats(tmp_path):
     from tokenizers import AddedToken, Tokenizer, decoders, models
 
     from nanovllm_models.token_bytes import BYTE_BY_CHARACTER

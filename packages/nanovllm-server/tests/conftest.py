@@ -61,13 +61,14 @@ def make_backend() -> Tokenizer:
 class ScriptedTokenizer:
     """The renderer's tokenizer. Its template reads the variable `opening`, and refuses the role "tool".
 
-    rendered, given, turns: for each call of `render_chat`, the messages, (tools, template values), and other options.
+    rendered, given, turn_options: one item per call of `render_chat`: the messages; (tools, template values);
+        (add_generation_prompt, continue_final_message, documents).
     """
 
     backend: Tokenizer
     rendered: list[list[dict[str, Any]]] = field(default_factory=list)
     given: list[tuple[Any, Any]] = field(default_factory=list)
-    turns: list[tuple[bool, bool, Any]] = field(default_factory=list)
+    turn_options: list[tuple[bool, bool, Any]] = field(default_factory=list)
 
     def encode(self, text: str, *, add_special_tokens: bool, max_cached_tokens: int | None = None) -> NDArray[np.int32]:
         return np.array(self.backend.encode(text, add_special_tokens=add_special_tokens).ids, np.int32)
@@ -89,7 +90,7 @@ class ScriptedTokenizer:
     ) -> str:
         self.rendered.append(list(messages))
         self.given.append((tools, template_values))
-        self.turns.append((add_generation_prompt, continue_final_message, documents))
+        self.turn_options.append((add_generation_prompt, continue_final_message, documents))
         if any(message["role"] == "tool" for message in messages):
             raise TemplateError("this template has no tools")
         turns = "".join(f"<|start|>{message['role']}:{message['content']}" for message in messages)
@@ -196,8 +197,8 @@ class ScriptedEngine(Engine):
         tokens = request.prompt_ids[1:]
         top_ids = tokens[:, None] + np.array([1, 0, *range(2, 20)], np.int32)[:num_top]
         top_logprobs = np.broadcast_to(np.float32([-0.5, -1.5, *range(-3, -21, -1)])[:num_top], top_ids.shape)
-        own = np.full_like(tokens, -1.5, np.float32), np.full_like(tokens, 2)
-        return [(key, PromptLogprobs(num_top, *(array.tobytes() for array in (*own, top_ids, top_logprobs))))]
+        own_columns = np.full_like(tokens, -1.5, np.float32), np.full_like(tokens, 2)
+        return [(key, PromptLogprobs(num_top, *(array.tobytes() for array in (*own_columns, top_ids, top_logprobs))))]
 
     async def _run(self, key: int, request: Request) -> None:
         sampling = request.sampling
@@ -289,16 +290,16 @@ class ResponseRecorder:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        status, kind, body, complete = 0, "", bytearray(), False
+        status, content_type, body, is_complete = 0, "", bytearray(), False
 
         async def send_and_record(event) -> None:
-            nonlocal status, kind, complete
+            nonlocal status, content_type, is_complete
             if event["type"] == "http.response.start":
                 status = event["status"]
-                kind = dict(event["headers"]).get(b"content-type", b"").decode()
+                content_type = dict(event["headers"]).get(b"content-type", b"").decode()
             elif event["type"] == "http.response.body":
                 body.extend(event.get("body", b""))
-                complete = not event.get("more_body", False)
+                is_complete = not event.get("more_body", False)
             await send(event)
 
         try:
@@ -306,7 +307,7 @@ class ResponseRecorder:
         finally:
             if status:
                 self.exchanges.append(
-                    ObservedResponse(scope["method"], scope["path"], status, kind, bytes(body), complete)
+                    ObservedResponse(scope["method"], scope["path"], status, content_type, bytes(body), is_complete)
                 )
 
 

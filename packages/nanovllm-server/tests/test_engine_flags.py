@@ -1,4 +1,4 @@
-"""The flags that are made of the fields of `EngineConfig`."""
+"""The flags that are generated from the fields of `EngineConfig`, and the flags of the draft model."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -38,7 +38,7 @@ def test_without_flags_every_setting_has_its_default():
         ("--trace steps.json", {"trace": Path("steps.json")}),
     ],
 )
-def test_a_flag_sets_the_field_of_its_name(arguments, settings):
+def test_flags_set_fields_of_the_engine_config(arguments, settings):
     assert parse(*arguments.split()) == replace(EngineConfig(), **settings)
 
 
@@ -62,7 +62,7 @@ def test_an_invalid_value_is_refused_by_the_parser(arguments, capsys):
     assert arguments.split()[0] in capsys.readouterr().err
 
 
-def test_the_draft_model_is_named_like_the_model():
+def test_draft_model_can_be_a_repository_name():
     options = cli.make_parser().parse_args(["--speculate", "draft", "--draft-model", "organisation/name"])
     settings = cli.make_settings(options)
     assert (settings.draft_model, settings.engine_config.speculate) == ("organisation/name", "draft")
@@ -76,6 +76,6 @@ def test_the_draft_model_is_named_like_the_model():
         ("--speculate ngram --draft-model x", "--draft-model x is used only with --speculate draft"),
     ],
 )
-def test_draft_model_and_method_belong_together(arguments, reason):
+def test_draft_model_and_method_draft_need_each_other(arguments, reason):
     with pytest.raises(SettingsError, match=reason):
         parse(*arguments.split())

@@ -26,7 +26,7 @@ class Row(NamedTuple):
     meaning: str
 
 
-def cells(line: str) -> list[str]:
+def split_row(line: str) -> list[str]:
     return [cell.strip() for cell in line.strip("|\n").split(" | ")]
 
 
@@ -34,7 +34,7 @@ def read_rows() -> dict[str, Row]:
     rows: dict[str, Row] = {}
     for line in FLAGS_SECTION.splitlines():
         if re.match(r"\| `--[^|]*\|[^|]*\|[^|]*\|$", line) and (flag := re.findall(r"--[a-z-]+", line)[0]) in line[:40]:
-            first_cell, default, meaning = cells(line)
+            first_cell, default, meaning = split_row(line)
             assert re.fullmatch(rf"`{flag}( [A-Z]+)?`", first_cell), f"{first_cell}: one flag per row"
             assert flag not in rows, f"{flag} has two rows"
             rows[flag] = Row(default, meaning)
@@ -90,7 +90,7 @@ def test_each_documented_attention_backend_is_accepted(backend):
     assert settings.engine_config.attention_backend == (None if backend == "auto" else backend)
 
 
-def test_a_served_name_takes_one_name_and_may_be_repeated():
+def test_the_served_name_flag_takes_one_name_and_may_be_repeated():
     settings = cli.make_settings(cli.make_parser().parse_args(["--served-model-name", "a", "org/model"]))
     assert (settings.model, settings.model_names) == ("org/model", ("a",))
     settings = cli.make_settings(cli.make_parser().parse_args(["--served-model-name", "a", "--served-model-name", "b"]))

@@ -48,12 +48,12 @@ async def one_loop():
     """One event loop for all async tests: langchain keeps connections, which belong to the loop that opened them."""
 
 
-def model(**fields):
+def make_model(**fields):
     return ChatOpenAI(**{"model": MODEL, "temperature": 0, "max_tokens": 12, "max_retries": 0, "timeout": 300} | fields)
 
 
 def test_a_chat_request_gets_text():
-    answer = model().invoke(MESSAGES)
+    answer = make_model().invoke(MESSAGES)
     assert isinstance(answer, AIMessage)
     assert answer.content
     assert answer.response_metadata["finish_reason"] in ("stop", "length")
@@ -63,8 +63,8 @@ def test_a_chat_request_gets_text():
 
 
 async def test_streamed_pieces_join_to_the_complete_answer(one_loop):
-    whole = model().invoke(MESSAGES)
-    chunks = [chunk async for chunk in model(stream_usage=True).astream(MESSAGES)]
+    whole = make_model().invoke(MESSAGES)
+    chunks = [chunk async for chunk in make_model(stream_usage=True).astream(MESSAGES)]
     gathered = chunks[0]
     for chunk in chunks[1:]:
         gathered += chunk
@@ -76,40 +76,44 @@ async def test_streamed_pieces_join_to_the_complete_answer(one_loop):
 
 async def test_a_batch_of_requests_is_answered(one_loop):
     """`batch` is langchain's usual way to send several requests at once."""
-    answers = await model(max_tokens=4).abatch([MESSAGES, "Count to three.", "Say hi."])
+    answers = await make_model(max_tokens=4).abatch([MESSAGES, "Count to three.", "Say hi."])
     assert [answer.usage_metadata["output_tokens"] <= 4 for answer in answers] == [True] * 3
 
 
 def test_several_choices_have_log_probabilities():
     (choices,) = (
-        model(n=2, temperature=1, seed=7, logprobs=True, top_logprobs=2, max_tokens=8).generate([MESSAGES]).generations
+        make_model(n=2, temperature=1, seed=7, logprobs=True, top_logprobs=2, max_tokens=8)
+        .generate([MESSAGES])
+        .generations
     )
     assert len(choices) == 2
     assert all(choice.generation_info["logprobs"]["content"] for choice in choices)
 
 
 def test_an_answer_ends_before_its_stop_string():
-    text = model().invoke(MESSAGES).content
+    text = make_model().invoke(MESSAGES).content
     stop = text[3:8]
-    assert model().invoke(MESSAGES, stop=[stop]).content == text[: text.index(stop)]
+    assert make_model().invoke(MESSAGES, stop=[stop]).content == text[: text.index(stop)]
 
 
 def test_a_tool_call_and_its_result_continue_the_conversation():
-    asked = (
-        model(max_tokens=80).bind_tools([get_weather], tool_choice="any", parallel_tool_calls=False).invoke(MESSAGES)
+    answer_with_call = (
+        make_model(max_tokens=80)
+        .bind_tools([get_weather], tool_choice="any", parallel_tool_calls=False)
+        .invoke(MESSAGES)
     )
-    (call,) = asked.tool_calls
-    assert asked.invalid_tool_calls == []
-    assert asked.response_metadata["finish_reason"] == "tool_calls"
+    (call,) = answer_with_call.tool_calls
+    assert answer_with_call.invalid_tool_calls == []
+    assert answer_with_call.response_metadata["finish_reason"] == "tool_calls"
     result = get_weather.invoke(call)
     assert isinstance(result, ToolMessage)
-    answer = model().bind_tools([get_weather], tool_choice="none").invoke([*MESSAGES, asked, result])
+    answer = make_model().bind_tools([get_weather], tool_choice="none").invoke([*MESSAGES, answer_with_call, result])
     assert answer.content
     assert answer.tool_calls == []
 
 
 async def test_a_streamed_tool_call_joins_to_the_complete_call(one_loop):
-    bound = model(max_tokens=80).bind_tools([get_weather], tool_choice="get_weather")
+    bound = make_model(max_tokens=80).bind_tools([get_weather], tool_choice="get_weather")
     (expected,) = bound.invoke(MESSAGES).tool_calls
     chunks = [chunk async for chunk in bound.astream(MESSAGES)]
     gathered = chunks[0]
@@ -123,7 +127,7 @@ async def test_a_streamed_tool_call_joins_to_the_complete_call(one_loop):
 @pytest.mark.parametrize("strict", [None, True])
 @pytest.mark.parametrize("method", ["json_schema", "function_calling"])
 def test_answers_parse_into_a_typed_object(method, strict):
-    structured = model(max_tokens=200).with_structured_output(City, method=method, strict=strict, include_raw=True)
+    structured = make_model(max_tokens=200).with_structured_output(City, method=method, strict=strict, include_raw=True)
     answer = structured.invoke(DESCRIBE)
     assert answer["parsing_error"] is None
     assert isinstance(answer["parsed"], City)
@@ -131,7 +135,7 @@ def test_answers_parse_into_a_typed_object(method, strict):
 
 @pytest.mark.parametrize("method", ["json_schema", "function_calling"])
 async def test_a_streamed_object_grows_to_the_complete_object(method, one_loop):
-    structured = model(max_tokens=200).with_structured_output(Trip, method=method)
+    structured = make_model(max_tokens=200).with_structured_output(Trip, method=method)
     whole = await structured.ainvoke(TRAVEL)
     assert set(whole) == {"city", "by", "days"}
     pieces = [piece async for piece in structured.astream(TRAVEL)]
@@ -140,40 +144,40 @@ async def test_a_streamed_object_grows_to_the_complete_object(method, one_loop):
 
 
 def test_json_mode_gives_an_object():
-    structured = model(max_tokens=60).with_structured_output(method="json_mode")
+    structured = make_model(max_tokens=60).with_structured_output(method="json_mode")
     answer = structured.invoke('Say {"ok": true} and nothing else.')
     assert isinstance(answer, dict)
 
 
 def test_an_unknown_model_is_a_404():
     with pytest.raises(openai.NotFoundError, match="gpt-4o"):
-        model(model="gpt-4o").invoke(MESSAGES)
+        make_model(model="gpt-4o").invoke(MESSAGES)
 
 
 def test_an_invalid_field_is_a_400_that_names_it():
     with pytest.raises(openai.BadRequestError) as refused:
-        model(temperature=9).invoke(MESSAGES)
+        make_model(temperature=9).invoke(MESSAGES)
     assert refused.value.param == "temperature"
 
 
 def test_a_prompt_longer_than_the_context_is_a_400():
     with pytest.raises(ContextOverflowError):
-        model().invoke("long " * 3000)
+        make_model().invoke("long " * 3000)
 
 
 def test_a_wrong_key_is_a_401():
     with pytest.raises(openai.AuthenticationError):
-        model(api_key="another").invoke(MESSAGES)
+        make_model(api_key="another").invoke(MESSAGES)
 
 
 def test_a_client_timeout_raises():
     with pytest.raises(openai.APITimeoutError):
-        model(timeout=0.5, max_tokens=1500, extra_body={"ignore_eos": True}).invoke(MESSAGES)
+        make_model(timeout=0.5, max_tokens=1500, extra_body={"ignore_eos": True}).invoke(MESSAGES)
 
 
 async def test_the_server_answers_after_a_client_has_left(one_loop):
-    endless = model(max_tokens=1500, extra_body={"ignore_eos": True})
+    endless = make_model(max_tokens=1500, extra_body={"ignore_eos": True})
     chunks = endless.astream(MESSAGES)
     await anext(chunks)
     await chunks.aclose()
-    assert (await model(max_tokens=1).ainvoke(MESSAGES)).usage_metadata["output_tokens"] == 1
+    assert (await make_model(max_tokens=1).ainvoke(MESSAGES)).usage_metadata["output_tokens"] == 1

@@ -17,10 +17,10 @@ MESSAGES = [
     {"role": "system", "content": "You are a guide. Answer briefly."},
     {"role": "user", "content": "What is the capital of France?"},
 ]
-ASKED = {"model": MODEL, "messages": MESSAGES, "temperature": 0, "max_completion_tokens": 12}
+COMMON_FIELDS = {"model": MODEL, "messages": MESSAGES, "temperature": 0, "max_completion_tokens": 12}
 # The example shows JSON on one line; the model then needs fewer tokens.
 EXAMPLE = '{"name": "Oslo", "population": 7, "mayor": null, "sights": [{"name": "Fjord", "free": true}]}'
-DESCRIBE = ASKED | {
+DESCRIBE_FIELDS = COMMON_FIELDS | {
     "messages": [{"role": "user", "content": f"Describe Paris like this: {EXAMPLE}"}],
     "max_completion_tokens": 200,
 }
@@ -76,7 +76,7 @@ async def sdk_async():
 
 
 def create(client, **fields):
-    return client.chat.completions.create(**ASKED | fields)
+    return client.chat.completions.create(**COMMON_FIELDS | fields)
 
 
 def test_the_served_model_is_listed_and_others_are_a_404(sdk):
@@ -87,12 +87,12 @@ def test_the_served_model_is_listed_and_others_are_a_404(sdk):
 
 
 def test_a_chat_request_gets_text(sdk):
-    asked = int(time.time())
+    begin_s = int(time.time())
     answer = create(sdk, user="somebody", metadata={"topic": "cities"}, store=False)
     (choice,) = answer.choices
     assert answer.object == "chat.completion"
     assert answer.model == MODEL
-    assert asked <= answer.created <= time.time()
+    assert begin_s <= answer.created <= time.time()
     assert choice.message.role == "assistant"
     assert choice.message.content
     assert choice.message.refusal is None
@@ -134,7 +134,7 @@ def test_the_stream_helper_joins_the_same_answer(sdk):
     # The SDK raises for an answer that ended at the length limit, so this answer ends at a stop string.
     stop = create(sdk).choices[0].message.content[12:16]
     whole = create(sdk, stop=stop)
-    with sdk.chat.completions.stream(**ASKED, stop=stop, stream_options={"include_usage": True}) as stream:
+    with sdk.chat.completions.stream(**COMMON_FIELDS, stop=stop, stream_options={"include_usage": True}) as stream:
         text = "".join(event.delta for event in stream if event.type == "content.delta")
         gathered = stream.get_final_completion()
     assert text == gathered.choices[0].message.content == whole.choices[0].message.content
@@ -164,18 +164,18 @@ def test_streamed_choices_equal_complete_choices(sdk):
 
 def test_reasoning_is_returned_and_accepted_again(sdk):
     """Users of open models read the reasoning and send it back."""
-    thinking = sdk.with_options(base_url=os.environ["THINKING_BASE_URL"])
-    whole = create(thinking, reasoning_effort="low")
+    thinking_client = sdk.with_options(base_url=os.environ["THINKING_BASE_URL"])
+    whole = create(thinking_client, reasoning_effort="low")
     message = whole.choices[0].message
     assert message.content is None
     assert message.reasoning == message.reasoning_content != ""
     assert whole.usage.completion_tokens_details.reasoning_tokens == whole.usage.completion_tokens
-    deltas = [chunk.choices[0].delta for chunk in create(thinking, reasoning_effort="low", stream=True)]
+    deltas = [chunk.choices[0].delta for chunk in create(thinking_client, reasoning_effort="low", stream=True)]
     extra = [delta.model_extra for delta in deltas]
     assert "".join(values.get("reasoning", "") for values in extra) == message.reasoning
     assert not any(delta.content for delta in deltas)
     again = [*MESSAGES, message.model_dump(exclude_none=True), {"role": "user", "content": "Go on."}]
-    assert create(thinking, messages=again).choices[0].message.reasoning
+    assert create(thinking_client, messages=again).choices[0].message.reasoning
 
 
 def test_an_answer_ends_before_its_stop_string(sdk):
@@ -192,8 +192,8 @@ def test_an_answer_ends_at_the_length_limit(sdk):
     assert answer.usage.completion_tokens == 3
 
 
-def arguments(call):
-    """The arguments of a call of get_weather, validated against its schema."""
+def validate_call(call):
+    """Checks that `call` is a valid call of get_weather. Returns its arguments."""
     assert call.type == "function"
     assert call.id
     assert call.function.name == "get_weather"
@@ -201,12 +201,14 @@ def arguments(call):
 
 
 def test_a_tool_call_and_its_result_continue_the_conversation(sdk):
-    asked = create(sdk, tools=[WEATHER], tool_choice="required", parallel_tool_calls=False, max_completion_tokens=80)
-    (choice,) = asked.choices
+    answer_with_call = create(
+        sdk, tools=[WEATHER], tool_choice="required", parallel_tool_calls=False, max_completion_tokens=80
+    )
+    (choice,) = answer_with_call.choices
     assert choice.finish_reason == "tool_calls"
     assert choice.message.content is None
     (call,) = choice.message.tool_calls
-    arguments(call)
+    validate_call(call)
     answer = create(
         sdk,
         messages=[
@@ -225,7 +227,7 @@ def test_a_named_tool_is_called(sdk):
     named = {"type": "function", "function": {"name": "get_weather"}}
     answer = create(sdk, tools=[WEATHER], tool_choice=named, max_completion_tokens=80)
     (call,) = answer.choices[0].message.tool_calls
-    arguments(call)
+    validate_call(call)
     assert answer.choices[0].finish_reason == "stop"
 
 
@@ -240,7 +242,7 @@ def test_only_an_allowed_tool_is_called(sdk):
         max_completion_tokens=80,
     )
     (call,) = answer.choices[0].message.tool_calls
-    arguments(call)
+    validate_call(call)
 
 
 def test_streamed_tool_calls_join_to_the_complete_calls(sdk):
@@ -262,7 +264,7 @@ def test_a_call_that_is_cut_off_has_finish_reason_length(sdk):
 
 
 def test_parse_returns_a_typed_object(sdk):
-    answer = sdk.chat.completions.parse(**DESCRIBE, response_format=City)
+    answer = sdk.chat.completions.parse(**DESCRIBE_FIELDS, response_format=City)
     message = answer.choices[0].message
     assert isinstance(message.parsed, City)
     assert message.refusal is None
@@ -271,42 +273,42 @@ def test_parse_returns_a_typed_object(sdk):
 
 def test_parse_raises_if_the_object_is_cut_off(sdk):
     with pytest.raises(openai.LengthFinishReasonError):
-        sdk.chat.completions.parse(**DESCRIBE | {"max_completion_tokens": 3}, response_format=City)
+        sdk.chat.completions.parse(**DESCRIBE_FIELDS | {"max_completion_tokens": 3}, response_format=City)
 
 
 def test_parse_returns_several_choices(sdk):
-    fields = DESCRIBE | {"temperature": 1.0, "seed": 3, "n": 2, "max_completion_tokens": 400}
+    fields = DESCRIBE_FIELDS | {"temperature": 1.0, "seed": 3, "n": 2, "max_completion_tokens": 400}
     answer = sdk.chat.completions.parse(**fields, response_format=City)
     assert all(isinstance(choice.message.parsed, City) for choice in answer.choices)
     assert len(answer.choices) == 2
 
 
 async def test_a_streamed_object_grows_to_the_complete_object(sdk_async):
-    whole = await sdk_async.chat.completions.parse(**DESCRIBE, response_format=City)
-    partial, done = [], []
-    async with sdk_async.chat.completions.stream(**DESCRIBE, response_format=City) as stream:
+    whole = await sdk_async.chat.completions.parse(**DESCRIBE_FIELDS, response_format=City)
+    partial_objects, final_objects = [], []
+    async with sdk_async.chat.completions.stream(**DESCRIBE_FIELDS, response_format=City) as stream:
         async for event in stream:
             if event.type == "content.delta":
-                partial.append(event.parsed)
+                partial_objects.append(event.parsed)
             elif event.type == "content.done":
-                done.append(event.parsed)
+                final_objects.append(event.parsed)
         final = await stream.get_final_completion()
-    assert done == [whole.choices[0].message.parsed] == [final.choices[0].message.parsed]
+    assert final_objects == [whole.choices[0].message.parsed] == [final.choices[0].message.parsed]
     # The object grows with each snapshot.
-    assert len({json.dumps(value) for value in partial}) > 4
+    assert len({json.dumps(value) for value in partial_objects}) > 4
 
 
 async def test_streamed_arguments_parse_into_a_typed_object(sdk_async):
     tool = openai.pydantic_function_tool(GetWeather, name="get_weather")
-    fields = ASKED | {"max_completion_tokens": 80}
+    fields = COMMON_FIELDS | {"max_completion_tokens": 80}
     async with sdk_async.chat.completions.stream(
         **fields, tools=[tool], tool_choice="required", parallel_tool_calls=False
     ) as stream:
-        done = [event async for event in stream if event.type == "tool_calls.function.arguments.done"]
+        done_events = [event async for event in stream if event.type == "tool_calls.function.arguments.done"]
         final = await stream.get_final_completion()
     (call,) = final.choices[0].message.tool_calls
     assert isinstance(call.function.parsed_arguments, GetWeather)
-    assert [event.parsed_arguments for event in done] == [call.function.parsed_arguments]
+    assert [event.parsed_arguments for event in done_events] == [call.function.parsed_arguments]
 
 
 def test_json_mode_gives_an_object(sdk):

@@ -23,9 +23,9 @@ MAX_SETUP_S = 300
 
 def run_uv(*arguments: str | Path) -> str:
     command = ["nice", "-n", str(NICE), "uv", "--quiet", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=MAX_SETUP_S, check=False)
-    assert done.returncode == 0, f"{command}\n{done.stderr}"
-    return done.stdout
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=MAX_SETUP_S, check=False)
+    assert process.returncode == 0, f"{command}\n{process.stderr}"
+    return process.stdout
 
 
 def build_wheels(folder: Path) -> dict[str, Path]:
@@ -40,7 +40,8 @@ class InstalledServer:
 
     error: stderr of a start before the default model was installed.
     completion: the server's answer to a request for 4 tokens.
-    max_parent_bytes: largest memory of the server's parent process since its start, which converted the default model.
+    max_parent_bytes: largest memory of the server's parent process since its start. During the start, the default model
+        was converted.
     """
 
     server: Any
@@ -61,9 +62,9 @@ def install_wheels(wheels: dict[str, Path], environment: Path) -> None:
     # time or size. Skip incomplete files of tests that compile meanwhile: these files have a number after the suffix.
     site = Path(pytest.__file__).parents[1]
     for bytecode in site.rglob("__pycache__"):
-        copy = environment / site.relative_to(sys.prefix) / bytecode.relative_to(site)
-        if copy.parent.is_dir():
-            shutil.copytree(bytecode, copy, ignore=shutil.ignore_patterns("*.pyc.*"), dirs_exist_ok=True)
+        target = environment / site.relative_to(sys.prefix) / bytecode.relative_to(site)
+        if target.parent.is_dir():
+            shutil.copytree(bytecode, target, ignore=shutil.ignore_patterns("*.pyc.*"), dirs_exist_ok=True)
 
 
 def start_from_wheels(
@@ -72,8 +73,8 @@ def start_from_wheels(
     """Checks that a start without the default model fails. Then runs the server with the model until `stack` closes."""
     install_wheels(wheels, folder / "environment")
     program = folder / "environment" / "bin" / "nanovllm-server"
-    own_variables = ("VIRTUAL_ENV", "UV_PROJECT_ENVIRONMENT", "PYTEST_", "PYTHON")
-    variables = {name: value for name, value in os.environ.items() if not name.startswith(own_variables)}
+    excluded_prefixes = ("VIRTUAL_ENV", "UV_PROJECT_ENVIRONMENT", "PYTEST_", "PYTHON")
+    variables = {name: value for name, value in os.environ.items() if not name.startswith(excluded_prefixes)}
     variables["NANOVLLM_CACHE"] = str(folder / "cache")
     refused = subprocess.run(
         [program, "--port", "0"], env=variables, capture_output=True, text=True, timeout=MAX_SETUP_S, check=False

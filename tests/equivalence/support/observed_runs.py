@@ -13,7 +13,7 @@ from nanovllm_core import AsyncEngine, EngineConfig, Request, RequestOutput, Sam
 from nanovllm_core.engine.status import EngineStats
 from nanovllm_models import load
 
-# Tokens of an answer, and how many likeliest tokens have their log-probabilities reported at each position.
+# OUTPUT_LEN: tokens per answer. NUM_TOP: number of likeliest tokens whose log-probabilities are reported per position.
 OUTPUT_LEN, NUM_TOP = 6, 20
 
 

@@ -12,8 +12,8 @@ import torch
 from tiny_checkpoints import write_checkpoint
 from tiny_models import AMPLE_CACHE, SCARCE_CACHE, TIERED_CACHE, TINY_MODELS, generate, make_model
 
-# Settings that only the engine with several ranks has. Values of RANK_SETTINGS: (settings of both engines, settings of
-# the engine with several ranks).
+# Only the engine with several ranks has the settings SPLIT_EXPERTS, WHOLE_EXPERTS and OWN_REQUESTS. A value of
+# RANK_SETTINGS is (settings of both engines, settings of only the engine with several ranks).
 SPLIT_EXPERTS = {"expert_parallel": False}
 WHOLE_EXPERTS = {"expert_parallel": True}
 OWN_REQUESTS = {"dp_attention": True}
@@ -61,12 +61,12 @@ async def compare(path: Path, device: str, setting: str, num_ranks: int = 2) -> 
 
 def main() -> None:
     """Run the matrix, and print a line per model and setting."""
-    options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("--ranks", type=int, nargs="+", default=[2])
-    options.add_argument("--device", default="cpu")
-    options.add_argument("--models", nargs="+", default=list(TINY_MODELS), choices=TINY_MODELS)
-    options.add_argument("--settings", nargs="+", default=list(RANK_SETTINGS), choices=RANK_SETTINGS)
-    arguments = options.parse_args()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2])
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--models", nargs="+", default=list(TINY_MODELS), choices=TINY_MODELS)
+    parser.add_argument("--settings", nargs="+", default=list(RANK_SETTINGS), choices=RANK_SETTINGS)
+    arguments = parser.parse_args()
     num_failures = 0
     for name in arguments.models:
         with tempfile.TemporaryDirectory() as directory:

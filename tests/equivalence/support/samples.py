@@ -7,7 +7,9 @@ ALL_PAIRS = os.environ.get("NANOVLLM_ALL_PAIRS") == "1"
 
 
 def sample_pairs(models: Iterable[str], settings: Iterable[str], num_per_model: int, first: int = 0) -> list:
-    """`num_per_model` settings of each model, in turn, so that each setting has about equally many models.
+    """Returns pairs (model, setting), `num_per_model` per model.
+
+    The models take the settings in turn, so that each setting has about equally many models.
 
     first: index of the setting with which the first model begins.
     """

@@ -60,14 +60,14 @@ class TieredEngineRecipe:
         CopyTimeModel.predict = lambda *_: 0.0
         write_file = BlockFiles._write_file
 
-        def write_part(files: BlockFiles, block_hash: bytes, payload: memoryview) -> None:
+        def write_within_free_space(files: BlockFiles, block_hash: bytes, payload: memoryview) -> None:
             is_full = fault_marker(self.config.kv_offload_dir, "fill_disk").exists()
             # A full disk takes only a part of a file.
             max_bytes = random.randrange(payload.nbytes) if is_full else resource.RLIM_INFINITY
             resource.setrlimit(resource.RLIMIT_FSIZE, (max_bytes, resource.RLIM_INFINITY))
             write_file(files, block_hash, payload)
 
-        BlockFiles._write_file = write_part
+        BlockFiles._write_file = write_within_free_space
         for name in ("gather_blocks", "scatter_blocks"):
             setattr(entry_copier, name, partial(self.copy_or_fail, getattr(entry_copier, name)))
         return load(self.path), self.config
@@ -118,7 +118,7 @@ class Campaign:
         # Cleared while a killed engine starts again.
         self._is_serving = asyncio.Event()
         # Seeds of conversations that had no turn since the engine's process started.
-        self._unknown_seeds: set[int] = set()
+        self._seeds_without_turn: set[int] = set()
         self.totals: Counter[str] = Counter()
 
     async def run(self, num_faults: int) -> None:
@@ -142,7 +142,7 @@ class Campaign:
         self._process = EngineProcess(TieredEngineRecipe(self._model, config))
         self._engine = await EngineClient.adopt(self._process)
         self._is_serving.set()
-        self._unknown_seeds = {conversation.seed for conversation in self._conversations}
+        self._seeds_without_turn = {conversation.seed for conversation in self._conversations}
 
     async def _restart(self) -> None:
         self._is_serving.clear()
@@ -166,17 +166,17 @@ class Campaign:
             await self._run_turns(expected_engine, num_faults=0)
 
     async def _run_turns(self, expected_engine: Engine, num_faults: int) -> None:
-        """Run a turn of some conversations at the same time, and inject faults meanwhile."""
+        """Run one turn of each of several conversations at the same time. Inject faults meanwhile."""
         conversations = self._rng.sample(self._conversations, self._rng.randrange(1, MAX_CONCURRENT + 1))
         for conversation in conversations:
             conversation.add_turn(self._rng)
-        expected = await asyncio.gather(*(generate(expected_engine, turn) for turn in conversations))
+        expected = await asyncio.gather(*(generate(expected_engine, conversation) for conversation in conversations))
         answering = asyncio.gather(*map(self._generate, conversations))
         for _ in range(num_faults):
             await asyncio.sleep(self._rng.random() * MAX_FAULT_INTERVAL_S)
             await self._inject_fault()
         found = await answering
-        self._unknown_seeds -= {conversation.seed for conversation in conversations}
+        self._seeds_without_turn -= {conversation.seed for conversation in conversations}
         for conversation, (tokens, _), (found_tokens, num_cached) in zip(conversations, expected, found, strict=True):
             assert found_tokens == tokens, (
                 f"after {len(conversation.tokens)} tokens, {num_cached} of them cached, the answer is {found_tokens} "
@@ -189,7 +189,7 @@ class Campaign:
         await self._check_idle()
 
     async def _generate(self, conversation: Conversation) -> tuple[list[int], int]:
-        """Ask the engine with tiers, again if its process was killed meanwhile."""
+        """Send the conversation to the engine with tiers. Send it again if the engine's process was killed."""
         while True:
             await self._is_serving.wait()
             engine = self._engine
@@ -199,7 +199,7 @@ class Campaign:
                 if engine is self._engine and self._is_serving.is_set():
                     raise
                 continue
-            if conversation.seed in self._unknown_seeds:
+            if conversation.seed in self._seeds_without_turn:
                 self.totals["num_cached_tokens_after_restart"] += num_cached
             return tokens, num_cached
 
@@ -265,13 +265,13 @@ def run_campaign(name: str, num_faults: int, seed: int) -> Counter[str]:
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("--faults", type=int, default=1000, help="number of faults for each model")
-    options.add_argument("--seed", type=int, default=0)
-    options.add_argument(
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--faults", type=int, default=1000, help="number of faults for each model")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
         "--models", nargs="+", default=["Llama, tied", "Qwen3-Next", "DeepSeek-V3"], choices=TINY_MODELS
     )
-    arguments = options.parse_args()
+    arguments = parser.parse_args()
     for name in arguments.models:
         totals = run_campaign(name, arguments.faults, arguments.seed)
         print(f"{name} | {', '.join(f'{key} {total}' for key, total in sorted(totals.items()))}", flush=True)

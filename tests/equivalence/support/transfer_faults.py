@@ -1,8 +1,8 @@
 """Random faults between two engines, one of which fetches KV blocks: `python transfer_faults.py [--faults N ...]`.
 
 Conversations return to a decode engine, which fetches their blocks from a prefill engine. Meanwhile, engines are killed
-and stopped, messages are lost, delayed, repeated and reordered, and blocks are damaged. Each answer must equal that of
-a single engine, and come in time. No engine may fail, or keep blocks. test_transfer_faults.py runs a sample.
+and suspended, messages are lost, delayed, repeated and reordered, and blocks are damaged. Each answer must equal that
+of a single engine and arrive in time. No engine may fail or keep blocks. test_transfer_faults.py runs a sample.
 """
 
 import argparse
@@ -39,19 +39,21 @@ DECODE_SETTINGS = {"num_blocks": 40, "kv_offload_gib": 0.001}
 PREFILL_SETTINGS = {"num_blocks": 80, "kv_offload_gib": 0.002}
 # A fault begins while a turn is answered, and lasts for several turns.
 MAX_FAULT_DELAY_S, MAX_FAULT_S = 0.1, 1.0
-MAX_DELAY_S = 3.0  # of a message
+MAX_MESSAGE_DELAY_S = 3.0
+# A suspension lasts this many times longer than other faults.
+SUSPENSION_FACTOR = 3.0
 MAX_RECOVERY_S = 30.0
 # Share of messages or blocks that a fault concerns while it lasts.
 FAULT_SHARE = 0.3
 MESSAGE_FAULTS = ("drop", "delay", "repeat", "reorder")
 TEMPORARY_FAULTS = (*MESSAGE_FAULTS, "damage_blocks", "fail_copies")
-PROCESS_FAULTS = ("kill_prefill", "kill_decode", "stop_prefill")
+PROCESS_FAULTS = ("kill_prefill", "kill_decode", "suspend_prefill")
 FAULTS = (*TEMPORARY_FAULTS, *PROCESS_FAULTS)
 
 
 @dataclass(frozen=True)
 class FaultyEngineRecipe:
-    """Loads the model in the engine's process, where faults occur while files of their names exist in `directory`."""
+    """Loads the model in the engine's process. A fault can occur while `directory` has a file with its name."""
 
     model: Path
     directory: Path
@@ -67,41 +69,41 @@ class FaultyEngineRecipe:
             carrier.copy = self.make_damaging(carrier.copy)
         return load(self.model), self.config
 
-    def has_fault(self, name: str) -> bool:
+    def draw_fault(self, name: str) -> bool:
         return (self.directory / name).exists() and random.random() < FAULT_SHARE
 
     def make_unreliable(self, send: Callable[..., None]) -> Callable[..., None]:
-        held: list[tuple] = []
+        held_arguments: list[tuple] = []
 
-        def send_or_fail(*message) -> None:
+        def send_or_fail(*arguments) -> None:
             event_loop = asyncio.get_running_loop()
-            if self.has_fault("drop"):
+            if self.draw_fault("drop"):
                 return
-            if self.has_fault("delay"):
-                event_loop.call_later(random.random() * MAX_DELAY_S, self.send_late, send, message)
-            elif self.has_fault("reorder"):
-                held.append(message)
+            if self.draw_fault("delay"):
+                event_loop.call_later(random.random() * MAX_MESSAGE_DELAY_S, self.send_late, send, arguments)
+            elif self.draw_fault("reorder"):
+                held_arguments.append(arguments)
             else:
-                send(*message)
-                while held:
-                    send(*held.pop())
-            if self.has_fault("repeat"):
-                event_loop.call_later(random.random() * MAX_DELAY_S, self.send_late, send, message)
+                send(*arguments)
+                while held_arguments:
+                    send(*held_arguments.pop())
+            if self.draw_fault("repeat"):
+                event_loop.call_later(random.random() * MAX_MESSAGE_DELAY_S, self.send_late, send, arguments)
 
         return send_or_fail
 
     @staticmethod
-    def send_late(send: Callable[..., None], message: tuple) -> None:
-        if not message[0]._socket.closed:
-            send(*message)
+    def send_late(send: Callable[..., None], arguments: tuple) -> None:
+        if not arguments[0]._socket.closed:
+            send(*arguments)
 
     def make_damaging(self, copy: Callable[..., None]) -> Callable[..., None]:
         def copy_or_damage(carrier, copies) -> None:
             copy(carrier, copies)
             for kind, _, slot, _ in copies:
-                if self.has_fault("damage_blocks"):
+                if self.draw_fault("damage_blocks"):
                     carrier._memory.slot(kind, slot)[random.randrange(100)] ^= 1
-            if self.has_fault("fail_copies"):
+            if self.draw_fault("fail_copies"):
                 raise carriers.TransferError("an injected failure")
 
         return copy_or_damage
@@ -120,24 +122,24 @@ class FaultyProcess:
         self.engine = await EngineClient.adopt(self._process)
         self.is_serving.set()
 
-    async def kill(self) -> None:
+    async def kill_and_restart(self) -> None:
         self.is_serving.clear()
         self._process.kill()
         await self.engine.stop()
         await self.start()
 
-    async def stop_for_a_while(self, seconds: float) -> None:
+    async def suspend(self, seconds: float) -> None:
         os.kill(self._process.pid, signal.SIGSTOP)
         await asyncio.sleep(seconds)
         os.kill(self._process.pid, signal.SIGCONT)
 
     async def check_idle(self) -> None:
-        """Assert that the engine without requests holds nothing."""
+        """Assert that the engine holds nothing. It must have no requests."""
 
         def is_idle() -> bool:
             stats, num_slots = self.engine.stats, self.engine.info.num_state_slots
-            has_all = (stats.num_free_blocks, stats.num_free_state_slots) == (stats.num_blocks, num_slots)
-            return has_all and stats.num_held_host_slots == stats.num_leases == 0
+            is_all_free = (stats.num_free_blocks, stats.num_free_state_slots) == (stats.num_blocks, num_slots)
+            return is_all_free and stats.num_held_host_slots == stats.num_leases == 0
 
         await wait_until(is_idle, lambda: f"the idle engine holds blocks, slots or leases: {self.engine.stats}")
 
@@ -200,11 +202,11 @@ class Campaign:
         self.totals.update({f"fetches: {outcome}": count for outcome, count in stats.fetches if count})
 
     async def _run_turns(self, expected_engine: Engine) -> None:
-        """Run a turn of some conversations at the same time."""
+        """Run one turn of each of several conversations at the same time."""
         conversations = self._rng.sample(self._conversations, self._rng.randrange(1, MAX_CONCURRENT + 1))
         for conversation in conversations:
             conversation.add_turn(self._rng)
-        expected = await asyncio.gather(*(generate(expected_engine, turn) for turn in conversations))
+        expected = await asyncio.gather(*(generate(expected_engine, conversation) for conversation in conversations))
         found = await asyncio.gather(*map(self._generate, conversations))
         for conversation, (tokens, _), found_tokens in zip(conversations, expected, found, strict=True):
             assert found_tokens == tokens, f"the answer is {found_tokens} instead of {tokens}"
@@ -213,7 +215,7 @@ class Campaign:
             self.totals["num_prompt_tokens"] += len(conversation.tokens) - OUTPUT_LEN
 
     async def _generate(self, conversation: Conversation) -> list[int]:
-        """Ask the decode engine, again if its process was killed meanwhile."""
+        """Send the conversation to the decode engine. Send it again if the engine's process was killed meanwhile."""
         process = self._decode
         while True:
             await process.is_serving.wait()
@@ -235,12 +237,12 @@ class Campaign:
         await asyncio.sleep(self._rng.random() * MAX_FAULT_DELAY_S)
         match name:
             case "kill_prefill":
-                await self._prefill.kill()
+                await self._prefill.kill_and_restart()
             case "kill_decode":
                 self._count_fetches()
-                await self._decode.kill()
-            case "stop_prefill":
-                await self._prefill.stop_for_a_while(MAX_DELAY_S * seconds)
+                await self._decode.kill_and_restart()
+            case "suspend_prefill":
+                await self._prefill.suspend(SUSPENSION_FACTOR * seconds)
             case _:
                 path = self._directory / name
                 path.touch()
@@ -262,15 +264,15 @@ def run_campaign(name: str, carrier: str, num_faults: int, seed: int, max_answer
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("--faults", type=int, default=120, help="number of faults for each model and carrier")
-    options.add_argument("--seed", type=int, default=0)
-    options.add_argument("--max-answer-s", type=float, default=5.0, help="maximum time of an answer")
-    options.add_argument("--carriers", nargs="+", default=CARRIERS, choices=CARRIERS)
-    options.add_argument(
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--faults", type=int, default=120, help="number of faults for each model and carrier")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--max-answer-s", type=float, default=5.0, help="maximum time of an answer")
+    parser.add_argument("--carriers", nargs="+", default=CARRIERS, choices=CARRIERS)
+    parser.add_argument(
         "--models", nargs="+", default=["Llama, tied", "Qwen3-Next", "DeepSeek-V3"], choices=TINY_MODELS
     )
-    arguments = options.parse_args()
+    arguments = parser.parse_args()
     for name in arguments.models:
         for carrier in arguments.carriers:
             campaign = run_campaign(name, carrier, arguments.faults, arguments.seed, arguments.max_answer_s)

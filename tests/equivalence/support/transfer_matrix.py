@@ -52,34 +52,39 @@ def can_run(name: str, setting: str) -> bool:
 async def compare(path: Path, device: str, setting: str, carrier: str) -> EngineStats:
     """Assert that fetched prompts have the answers of computed prompts. Returns the decode engine's statistics."""
     settings, is_preempted = TRANSFER_SETTINGS[setting], "preempted" in setting
-    alone = {
+    settings_of_single_engine = {
         key: value for key, value in settings.items() if key not in ("kv_offload_gib", "kv_offload_dir", "speculate")
     }
     options: dict[str, Any] = {"is_preempted": is_preempted, "samplings": SAMPLINGS}
-    expected = await generate(path, device, alone, **options)
+    expected = await generate(path, device, settings_of_single_engine, **options)
     if settings.get("speculate") == "ngram":
         options["predictions"] = predict(expected)
     with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
         # Steps propose as many drafts as they may, because all measured times are 0.
         patch.setattr(build, "measure_draft_times", lambda *_: DraftTimes())
         secret = write_secret(Path(directory, "secret"))
-        transfer = {"transfer_secret_file": secret, "transfer_carrier": carrier}
-        shared = HOST_MEMORY | settings | transfer
+        transfer_options = {"transfer_secret_file": secret, "transfer_carrier": carrier}
+        shared_settings = HOST_MEMORY | settings | transfer_options
 
         def place_files(name: str) -> dict[str, Path]:
-            return {"kv_offload_dir": Path(directory, name)} if "kv_offload_dir" in shared else {}
+            return {"kv_offload_dir": Path(directory, name)} if "kv_offload_dir" in shared_settings else {}
 
         address = f"ipc://{directory}/transfer"
-        serving = {"depth": 2, **shared, "transfer_listen": address, **place_files("prefill")}
+        prefill_settings = {"depth": 2, **shared_settings, "transfer_listen": address, **place_files("prefill")}
         # A process can hold the ranks of only one engine, so an engine with several ranks gets its own process.
         start = AsyncEngine.start if settings.get("tensor_parallel_size", 1) == 1 else EngineClient.launch
-        prefill = await start(load(path), EngineConfig(device=device, dtype="float32", **serving))
+        prefill = await start(load(path), EngineConfig(device=device, dtype="float32", **prefill_settings))
         stats: list[EngineStats] = []
         try:
-            fetching = {**shared, "transfer_peers": (address,), "prefill_peer": address, **place_files("decode")}
+            decode_settings = {
+                **shared_settings,
+                "transfer_peers": (address,),
+                "prefill_peer": address,
+                **place_files("decode"),
+            }
             # Blocks of some models are so small that all fit into the host memory, and none is read from a file.
             options |= {"unused_tiers": ("disk",), "prepare": await_peer, "final_stats": stats}
-            found = await generate(path, device, fetching, **options)
+            found = await generate(path, device, decode_settings, **options)
             await await_idle(prefill)
         finally:
             await prefill.stop()
@@ -116,12 +121,12 @@ async def wait_until(condition) -> None:
 
 def main() -> None:
     """Run the matrix, and print a line per model, setting and carrier."""
-    options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("--device", default="cpu")
-    options.add_argument("--carriers", nargs="+", default=CARRIERS, choices=CARRIERS)
-    options.add_argument("--models", nargs="+", default=list(TINY_MODELS), choices=TINY_MODELS)
-    options.add_argument("--settings", nargs="+", default=list(TRANSFER_SETTINGS), choices=TRANSFER_SETTINGS)
-    arguments = options.parse_args()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--carriers", nargs="+", default=CARRIERS, choices=CARRIERS)
+    parser.add_argument("--models", nargs="+", default=list(TINY_MODELS), choices=TINY_MODELS)
+    parser.add_argument("--settings", nargs="+", default=list(TRANSFER_SETTINGS), choices=TRANSFER_SETTINGS)
+    arguments = parser.parse_args()
     num_failures = 0
     for name in arguments.models:
         with tempfile.TemporaryDirectory() as directory:

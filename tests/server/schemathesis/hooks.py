@@ -8,15 +8,15 @@ from typing import Any
 
 import schemathesis
 
-MOST_TOKENS, MOST_CHOICES = 4, 2
-LEAST_TIMEOUT_S = 60
+MAX_TOKENS, MAX_CHOICES = 4, 2
+MIN_TIMEOUT_S = 60
 
 
 @schemathesis.hook
 def before_call(context: Any, case: Any, **kwargs: Any) -> None:
-    """Limit the answer's length. Some phases of Schemathesis skip `map_body`, and an answer could fill the context."""
+    """Limit the answer's length. Some phases of Schemathesis skip `map_body`, so an answer could fill the context."""
     if isinstance(case.body, dict) and case.body.keys().isdisjoint(("max_tokens", "max_completion_tokens")):
-        case.body["max_tokens"] = MOST_TOKENS
+        case.body["max_tokens"] = MAX_TOKENS
 
 
 @schemathesis.hook
@@ -25,14 +25,14 @@ def map_body(context: Any, body: Any) -> Any:
         return body
     if isinstance(body.get("model"), str):
         body["model"] = os.environ["NANOVLLM_MODEL"]
-    for name, most in (("max_tokens", MOST_TOKENS), ("max_completion_tokens", MOST_TOKENS), ("n", MOST_CHOICES)):
-        if type(body.get(name)) is int and body[name] > most:
-            body[name] = 1 + body[name] % most
-    if isinstance(body.get("timeout"), int | float) and 0 < body["timeout"] < LEAST_TIMEOUT_S:
+    for name, maximum in (("max_tokens", MAX_TOKENS), ("max_completion_tokens", MAX_TOKENS), ("n", MAX_CHOICES)):
+        if type(body.get(name)) is int and body[name] > maximum:
+            body[name] = 1 + body[name] % maximum
+    if isinstance(body.get("timeout"), int | float) and 0 < body["timeout"] < MIN_TIMEOUT_S:
         # A shorter timeout would correctly give a 504.
-        body["timeout"] = LEAST_TIMEOUT_S
+        body["timeout"] = MIN_TIMEOUT_S
     if type(body.get("min_tokens")) is int and body["min_tokens"] > 0:
         body["min_tokens"] = 1
     if body.get("max_tokens") is None and body.get("max_completion_tokens") is None:
-        body["max_tokens"] = MOST_TOKENS
+        body["max_tokens"] = MAX_TOKENS
     return body

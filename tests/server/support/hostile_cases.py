@@ -5,7 +5,7 @@ import random
 import secrets
 from dataclasses import dataclass
 
-GOOD = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+VALID_BODY = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
 REFUSED = frozenset(range(400, 500))
 # Allowed statuses of cases that a later release may accept.
 ANY = REFUSED | {200}
@@ -24,7 +24,8 @@ class Case:
     data: bytes to send, with UNIQUE in each grammar that the server may compile.
     statuses: allowed statuses of the answer.
     may_close: whether the server may close the connection without an answer.
-    leave: how the client disconnects without waiting for an answer; None if it waits.
+    leave: how the client disconnects: "close", "half" (it closes only its sending side) or "reset". Its answer is not
+        checked. None: the client waits for the answer.
     """
 
     name: str
@@ -48,12 +49,15 @@ def head(*lines: str | bytes, start: str = "POST /v1/chat/completions HTTP/1.1")
     return b"\r\n".join([*encoded, b"", b""])
 
 
-def post(body: bytes, *lines: str | bytes, kind: str = "application/json") -> bytes:
-    return head("Host: x", "Connection: close", f"Content-Type: {kind}", f"Content-Length: {len(body)}", *lines) + body
+def post(body: bytes, *lines: str | bytes, content_type: str = "application/json") -> bytes:
+    return (
+        head("Host: x", "Connection: close", f"Content-Type: {content_type}", f"Content-Length: {len(body)}", *lines)
+        + body
+    )
 
 
 def chat_request(**fields) -> bytes:
-    return post(json.dumps({**GOOD, **fields}).encode())
+    return post(json.dumps({**VALID_BODY, **fields}).encode())
 
 
 def chunked(*parts: bytes) -> bytes:
@@ -84,17 +88,17 @@ def tool(parameters, name="f") -> dict:
 
 def make_wire_cases() -> list[Case]:
     """Cases below JSON: input that is not HTTP, and unusual HTTP."""
-    body = json.dumps(GOOD).encode()
+    body = json.dumps(VALID_BODY).encode()
     chunk = b"%x\r\n%b\r\n" % (len(body), body)
     noise = random.Random(0)
-    hello = bytes.fromhex("16030100c8010000c40303") + noise.randbytes(193)
+    tls_hello = bytes.fromhex("16030100c8010000c40303") + noise.randbytes(193)
     bad_hosts = ["[::1", "a b", "\xff\xfe", "", "x" * 5000, "@", "..", "a:99999", "a:b", "<script>", "a/b", "a\tb"]
     lengths = ["-1", "+5", "0x10", "1e3", "", "9" * 30, "5, 6", "\u00b2", "1 2", "1_0"]
     cases = [
         Case("nothing at all", b"", leave="close"),
         Case("noise", noise.randbytes(4096), may_close=True),
         Case("zeros", bytes(4096), may_close=True),
-        Case("TLS", hello, may_close=True),
+        Case("TLS", tls_hello, may_close=True),
         Case("a line of 1 MB", b"A" * (1 << 20), may_close=True),
         Case("one word", b"GET\r\n\r\n", may_close=True),
         Case("HTTP/0.9", b"GET /\r\n\r\n", may_close=True),
@@ -186,10 +190,10 @@ def make_wire_cases() -> list[Case]:
 
 def make_body_cases() -> list[Case]:
     """Cases of bodies that are not JSON, or JSON of a wrong form."""
-    text = json.dumps(GOOD)
-    other_kinds = ["", "text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "application/json\x00",
-                   "application/json; charset=utf-16", "application/json; charset=" + "x" * 4000, "*/*",
-                   "json"]  # fmt: skip
+    text = json.dumps(VALID_BODY)
+    wrong_content_types = ["", "text/plain", "application/x-www-form-urlencoded", "multipart/form-data",
+                           "application/json\x00", "application/json; charset=utf-16",
+                           "application/json; charset=" + "x" * 4000, "*/*", "json"]  # fmt: skip
     raw: dict[str, bytes] = {
         "nothing": b"", "a brace": b"{", "null": b"null", "a text": b'"x"', "a number": b"1", "a list": b"[]",
         "a BOM": b"\xef\xbb\xbf" + text.encode(), "UTF-16": text.encode("utf-16"), "UTF-32": text.encode("utf-32"),
@@ -214,7 +218,10 @@ def make_body_cases() -> list[Case]:
     }  # fmt: skip
     cases = [Case(f"body: {name}", post(data)) for name, data in raw.items() if name != "NUL"]
     cases += [Case("body: NUL", post(raw["NUL"]), REFUSED | {200})]
-    cases += [Case(f"kind: {kind[:30]!r}", post(text.encode(), kind=kind), may_close=True) for kind in other_kinds]
+    cases += [
+        Case(f"kind: {kind[:30]!r}", post(text.encode(), content_type=kind), may_close=True)
+        for kind in wrong_content_types
+    ]
     encodings = ("gzip", "br", "identity, gzip", "x" * 4000)
     cases += [
         Case(f"encoding: {coding[:10]}", post(text.encode(), f"Content-Encoding: {coding}")) for coding in encodings
@@ -224,7 +231,7 @@ def make_body_cases() -> list[Case]:
 
 def make_field_cases() -> list[Case]:
     """Cases of JSON requests with wrong or extreme fields."""
-    asked: dict[str, dict] = {
+    refused_fields: dict[str, dict] = {
         "n": {"n": 10**6}, "n below": {"n": -1}, "n as a float": {"n": 1.5}, "n as a text": {"n": "1"},
         "max_tokens": {"max_tokens": 2**63}, "max_tokens, larger": {"max_tokens": 10**40},
         "max_tokens -0.0": {"max_tokens": -0.0}, "temperature": {"temperature": 1e308},
@@ -280,7 +287,7 @@ def make_field_cases() -> list[Case]:
     catastrophe = {"type": "string", "pattern": "^((a+)+|(b?){9999})*$"}
     wide = {"type": "object", "properties": {f"p{index}": {"type": "string"} for index in range(20_000)}}
     # A later release may accept these fields.
-    maybe: dict[str, dict] = {
+    tolerated_fields: dict[str, dict] = {
         "an unknown field of 1 MB": {"x" * 10**6: 1}, "100,000 unknown fields": {f"x{i}": i for i in range(100_000)},
         "a field with a new line": {"a\nERROR injected": 1}, "a deep unknown field": {"x": nested(900)},
         "10,000 parts": message([{"type": "text", "text": ""}] * 10_000), "NUL": message("\0" * 100),
@@ -293,18 +300,18 @@ def make_field_cases() -> list[Case]:
     }.items():  # fmt: skip
         schema = {"title": UNIQUE, **schema}
         json_schema = {"name": "x", "schema": schema, "strict": True}
-        maybe[f"{name} schema"] = {"response_format": {"type": "json_schema", "json_schema": json_schema}}
-        maybe[f"{name} structured output"] = {"structured_outputs": {"json": schema}}
-        maybe[f"{name} tool"] = tool(schema)
+        tolerated_fields[f"{name} schema"] = {"response_format": {"type": "json_schema", "json_schema": json_schema}}
+        tolerated_fields[f"{name} structured output"] = {"structured_outputs": {"json": schema}}
+        tolerated_fields[f"{name} tool"] = tool(schema)
     for name, pattern in {
         "nested": "(a*)*b",
         "counted": "(a{1,1000}){1,1000}",
         "back": "(a)\\1",
         "deep": "(" * 500,
     }.items():
-        maybe[f"{name} regex"] = {"structured_outputs": {"regex": f"{UNIQUE}|{pattern}"}}
-    return [Case(name, chat_request(**asked[name])) for name in asked] + [
-        Case(name, chat_request(**maybe[name]), ANY) for name in maybe
+        tolerated_fields[f"{name} regex"] = {"structured_outputs": {"regex": f"{UNIQUE}|{pattern}"}}
+    return [Case(name, chat_request(**refused_fields[name])) for name in refused_fields] + [
+        Case(name, chat_request(**tolerated_fields[name]), ANY) for name in tolerated_fields
     ]
 
 

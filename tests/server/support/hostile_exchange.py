@@ -18,7 +18,10 @@ NUM_CHUNKS_AFTER = 4
 
 
 async def send_case(url: str, case: Case, data: bytes | None = None) -> str | None:
-    """Send `case`; returns what is wrong with the answer, or None. data: None: call `case.make_data`."""
+    """Send `case`. Returns what is wrong with the answer, or None.
+
+    data: bytes to send; None: the bytes from `case.make_data`.
+    """
     data = case.make_data() if data is None else data
     parts = urlsplit(url)
     reader, writer = await asyncio.open_connection(parts.hostname, parts.port)

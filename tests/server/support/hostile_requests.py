@@ -2,11 +2,11 @@
 
 import json
 
-from hostile_cases import ANY, GOOD, Case, chat_request, head, nested, tool
+from hostile_cases import ANY, VALID_BODY, Case, chat_request, head, nested, tool
 
 
 def make_request_cases() -> list[Case]:
-    """Cases beside those of `hostile_cases`."""
+    """Cases in addition to those of `hostile_cases`."""
     return _make_route_cases() + _make_framing_cases() + _make_refused_cases() + _make_text_cases()
 
 
@@ -21,7 +21,7 @@ def _make_route_cases() -> list[Case]:
 
 
 def _make_framing_cases() -> list[Case]:
-    body = json.dumps(GOOD).encode()
+    body = json.dumps(VALID_BODY).encode()
     length = f"Content-Length: {len(body)}"
     chunked_bodies = {
         "size with a sign": b"+5\r\nhello\r\n0\r\n\r\n",
@@ -109,5 +109,5 @@ def _make_text_cases() -> list[Case]:
         "escapes": "\x1b[31m\x07\x00",
         "NUL and newline": "\0\r\n" * 50,
     }  # fmt: skip
-    asked = [(name, {"messages": [{"role": "user", "content": text}]}) for name, text in texts.items()]
-    return [Case(f"text: {name}", chat_request(**fields), ANY) for name, fields in asked]
+    named_fields = [(name, {"messages": [{"role": "user", "content": text}]}) for name, text in texts.items()]
+    return [Case(f"text: {name}", chat_request(**fields), ANY) for name, fields in named_fields]

@@ -1,8 +1,8 @@
-"""Hostile JSON schemas, which keep the limits of size but are costly to convert or compile."""
+"""Hostile JSON schemas, which stay within the size limits but are costly to convert or compile."""
 
 import json
 
-from hostile_cases import ANY, GOOD, UNIQUE, Case, post, tool
+from hostile_cases import ANY, UNIQUE, VALID_BODY, Case, post, tool
 
 
 def make_cost_cases() -> list[Case]:
@@ -17,7 +17,8 @@ def make_cost_cases() -> list[Case]:
             "truncate_prompt_tokens": 64,
         }
     return [
-        Case(f"cost: {name}", post(json.dumps({**GOOD, **request}).encode()), ANY) for name, request in requests.items()
+        Case(f"cost: {name}", post(json.dumps({**VALID_BODY, **request}).encode()), ANY)
+        for name, request in requests.items()
     ]
 
 

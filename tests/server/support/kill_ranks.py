@@ -51,7 +51,7 @@ def find_descendants(pid: int) -> list[int]:
     return found[1:]
 
 
-def memory_of(pid: int) -> int:
+def read_memory_pages(pid: int) -> int:
     """Resident memory in pages."""
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1])
 
@@ -60,7 +60,7 @@ def find_ranks(server_pid: int, num_ranks: int) -> list[int]:
     """The process ids of the ranks: the engine's process, then the other ranks in the order of their start."""
     processes = read_processes()
     children = [pid for pid, (parent, _) in processes.items() if parent == server_pid]
-    engine = max(children, key=memory_of)
+    engine = max(children, key=read_memory_pages)
     others = [
         pid
         for pid, (parent, _) in processes.items()
@@ -81,19 +81,19 @@ async def read_stream(host: str, port: int, has_begun: asyncio.Event) -> bytes:
     body = json.dumps(BODY).encode()
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
     writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-    text = bytearray()
+    received = bytearray()
     try:
         while data := await reader.read(1 << 16):
-            text += data
-            if text.count(b"data: ") > 2:
+            received += data
+            if received.count(b"data: ") > 2:
                 has_begun.set()
-            if b"[DONE]" in text:
+            if b"[DONE]" in received:
                 break
     except ConnectionError:
         pass
     finally:
         writer.transport.abort()
-    return bytes(text)
+    return bytes(received)
 
 
 def read_status(url: str) -> tuple[int, str] | None:
@@ -139,40 +139,40 @@ async def _kill_once(command: list[str], rank: int, num_ranks: int, directory: s
     async with asyncio.timeout(60):
         await asyncio.gather(*(event.wait() for event in begun))
     descendants = find_descendants(server.pid)
-    killed_s = time.monotonic()
+    kill_time_s = time.monotonic()
     os.kill(find_ranks(server.pid, num_ranks)[rank], signal.SIGKILL)
     answers = await asyncio.gather(*streams)
-    error_s = time.monotonic() - killed_s
+    error_s = time.monotonic() - kill_time_s
     # The server may end right after its answers, so ask at once.
     routes = [f"http://{host}:{port}{path}" for path in ("/health", "/ready")]
-    statuses = await asyncio.gather(*(asyncio.to_thread(read_status, route) for route in routes))
+    health_answers = await asyncio.gather(*(asyncio.to_thread(read_status, route) for route in routes))
     async with asyncio.timeout(MAX_END_S):
-        status = await server.wait()
-        while left := [pid for pid in descendants if read_processes().get(pid, (0, "Z"))[1] != "Z"]:
+        exit_status = await server.wait()
+        while remaining_pids := [pid for pid in descendants if read_processes().get(pid, (0, "Z"))[1] != "Z"]:
             await asyncio.sleep(0.05)
-    end_s = time.monotonic() - killed_s
+    end_s = time.monotonic() - kill_time_s
     assert all(b'"error"' in answer for answer in answers), "a stream ended without an error"
     reason = "engine process died" if rank == 0 else f"rank {rank} {RANK_ENDED}"
     assert all(reason.encode() in answer for answer in answers), f"no {reason!r} in an error: {answers[0][-300:]!r}"
     log = (await reading_log).decode()
     assert any(ENGINE_DIED in line and reason in line for line in log.splitlines()), log
     assert error_s <= MAX_ERROR_S, f"the last stream ended after {error_s:.1f} s"
-    for found in statuses:
-        assert found is None or (found[0] == 503 and "engine" in found[1]), f"/health and /ready say {statuses}"
-    assert status == 1, f"exit status {status}"
-    assert not left
-    health = "no answer, the server has ended" if statuses[0] is None else str(statuses[0][0])
+    for found in health_answers:
+        assert found is None or (found[0] == 503 and "engine" in found[1]), f"/health and /ready say {health_answers}"
+    assert exit_status == 1, f"exit status {exit_status}"
+    assert not remaining_pids
+    health = "no answer, the server has ended" if health_answers[0] is None else str(health_answers[0][0])
     return f"errors after {error_s:.2f} s, /health {health}, all processes ended after {end_s:.2f} s"
 
 
 def main() -> None:
     """Kill ranks of `--times` servers."""
-    options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("model", nargs="*", help="model and flags of the server")
-    options.add_argument("--times", type=int, default=20)
-    options.add_argument("--ranks", type=int, default=2)
-    options.add_argument("--device", default="cpu")
-    arguments = options.parse_args()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", nargs="*", help="model and flags of the server")
+    parser.add_argument("--times", type=int, default=20)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--device", default="cpu")
+    arguments = parser.parse_args()
     command = [sys.executable, "-m", "nanovllm_server", *arguments.model, "--port", "0", "--device", arguments.device]
     command += ["-tp", str(arguments.ranks)]
     rng = random.Random(0)

@@ -23,7 +23,7 @@ async def measure_own_time(measure: Callable[[], Awaitable[float]]) -> float:
 
 
 def _read_busy_s() -> float:
-    """CPU time of all programs since the machine started, with the time that a virtual machine's host takes away."""
+    """CPU time of all programs since the machine started, including time that the host of a virtual machine takes."""
     user, nice, system, _idle, _iowait, irq, softirq, steal = Path("/proc/stat").read_text().split()[1:9]
     return _TICK_S * sum(map(int, (user, nice, system, irq, softirq, steal)))
 

@@ -9,17 +9,17 @@ from typing import Any
 
 
 class AnonymousMemory:
-    """Shared memory of a fixed size, initially zeros. Can be an argument of a new process.
+    """Shared memory of a fixed size, initially zeros. An instance can be an argument of a new process.
 
-    Shared memory with a name would remain if its processes are killed.
+    The memory has no name, because named shared memory would remain after its processes are killed.
 
     descriptor: the memory's file descriptor in this process.
     """
 
     def __init__(self, num_bytes: int):
-        self._open(_create_file(num_bytes), num_bytes)
+        self._own_descriptor(_create_file(num_bytes), num_bytes)
 
-    def _open(self, descriptor: int, num_bytes: int) -> None:
+    def _own_descriptor(self, descriptor: int, num_bytes: int) -> None:
         self.descriptor = descriptor
         self._num_bytes = num_bytes
         weakref.finalize(self, os.close, descriptor)
@@ -30,7 +30,7 @@ class AnonymousMemory:
 
     def __setstate__(self, state: tuple[Any, int]) -> None:
         descriptor, num_bytes = state
-        self._open(descriptor.detach(), num_bytes)
+        self._own_descriptor(descriptor.detach(), num_bytes)
 
     def map(self, *, populates: bool = True) -> memoryview:
         """Map the memory into this process. All mappings show the same bytes.

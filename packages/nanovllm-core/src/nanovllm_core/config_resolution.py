@@ -121,13 +121,15 @@ def _check_offload(config: EngineConfig) -> None:
 
 
 def _check_transfer(config: EngineConfig) -> None:
-    listen, peers, peer = config.transfer_listen, config.transfer_peers, config.prefill_peer
+    listen, peers, prefill_peer = config.transfer_listen, config.transfer_peers, config.prefill_peer
     for name, address in (("transfer_listen", listen), *(("transfer_peers", peer) for peer in peers)):
         if address is not None:
             _require(is_transfer_address(address), name, address, "HOST:PORT or ipc:///PATH")
     for address in peers:
         _require(not address.endswith(":0"), "transfer_peers", address, "an address with a port above 0")
-    _require(peer is None or peer in peers, "prefill_peer", peer, f"one of transfer_peers {peers}")
+    _require(
+        prefill_peer is None or prefill_peer in peers, "prefill_peer", prefill_peer, f"one of transfer_peers {peers}"
+    )
     if config.uses_transfer:
         _require(config.kv_offload_gib > 0, "kv_offload_gib", config.kv_offload_gib, "above 0 for transfers")
         is_missing = config.transfer_secret_file is None

@@ -64,7 +64,7 @@ def open_files(directory) -> Iterator[Callable[..., BlockFiles]]:
         files.close()
 
 
-def test_payloads_outlive_the_engine(open_files):
+def test_a_reopened_store_finds_all_payloads(open_files):
     files = open_files()
     assert not files.contains(HASHES[0])
     assert read(files, HASHES[0]) is None
@@ -72,12 +72,12 @@ def test_payloads_outlive_the_engine(open_files):
         files.write(block_hash, payload_of(block_hash))
         assert files.contains(block_hash)
     files.close()
-    restarted = open_files()
+    reopened = open_files()
     for block_hash in HASHES:
-        assert restarted.contains(block_hash)
-        assert read(restarted, block_hash) == payload_of(block_hash)
-    assert (restarted.counts.num_hits, restarted.counts.num_misses) == (len(HASHES), 0)
-    assert restarted.counts.bytes_read == len(HASHES) * PAYLOAD_BYTES
+        assert reopened.contains(block_hash)
+        assert read(reopened, block_hash) == payload_of(block_hash)
+    assert (reopened.counts.num_hits, reopened.counts.num_misses) == (len(HASHES), 0)
+    assert reopened.counts.bytes_read == len(HASHES) * PAYLOAD_BYTES
 
 
 def test_a_store_does_not_find_blocks_of_another_identity(open_files):
@@ -103,8 +103,8 @@ def flip_bit(position: int) -> Callable[[Path], None]:
 
 DAMAGES = {
     "empty": lambda path: os.truncate(path, 0),
-    "one byte short": lambda path: os.truncate(path, path.stat().st_size - 1),
-    "one byte long": lambda path: os.truncate(path, path.stat().st_size + 1),
+    "one byte too short": lambda path: os.truncate(path, path.stat().st_size - 1),
+    "one byte too long": lambda path: os.truncate(path, path.stat().st_size + 1),
     "without header": lambda path: os.truncate(path, 10),
     "a bit of the header's length": flip_bit(0),
     "a bit of the header": flip_bit(60),
@@ -158,20 +158,20 @@ def test_a_file_has_its_name_only_when_it_is_complete(open_files, monkeypatch):
     assert name.startswith("temporary-")
 
 
-def fail_with(number: int) -> Callable[..., None]:
+def fail_with(error_number: int) -> Callable[..., None]:
     def fail(*_: object) -> None:
-        raise OSError(number, os.strerror(number))
+        raise OSError(error_number, os.strerror(error_number))
 
     return fail
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EIO])
-def test_an_error_stops_writes_for_a_while_and_is_logged_once(open_files, monkeypatch, caplog, number):
+@pytest.mark.parametrize("error_number", [errno.ENOSPC, errno.EROFS, errno.EIO])
+def test_an_error_stops_writes_for_a_while_and_is_logged_once(open_files, monkeypatch, caplog, error_number):
     caplog.set_level(logging.WARNING)
     files, now = open_files(), block_files.time.monotonic()
     monkeypatch.setattr(block_files.time, "monotonic", lambda: now)
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "rename", fail_with(number))
+        patch.setattr(Path, "rename", fail_with(error_number))
         for block_hash in HASHES[:3]:
             files.write(block_hash, payload_of(block_hash))
         assert files.counts.num_write_errors == 1
@@ -181,7 +181,7 @@ def test_an_error_stops_writes_for_a_while_and_is_logged_once(open_files, monkey
         assert files.counts.num_write_errors == 2
     [record] = caplog.records
     assert record.levelno == logging.WARNING
-    assert os.strerror(number) in record.getMessage()
+    assert os.strerror(error_number) in record.getMessage()
     assert not any(map(files.contains, HASHES))
     now += block_files._SUSPENSION_S
     files.write(HASHES[0], payload_of(HASHES[0]))

@@ -1,4 +1,4 @@
-"""Random faults in files of KV blocks; the program `support/file_faults.py` injects more of them."""
+"""Random faults in files of KV blocks. The program `support/file_faults.py` injects more faults."""
 
 import pytest
 from directory_faults import FAULTS

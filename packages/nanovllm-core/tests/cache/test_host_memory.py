@@ -48,7 +48,7 @@ def test_slots_fill_the_memory_and_begin_at_pages():
     assert limit - sum(layout.slot_bytes) <= layout.num_bytes <= limit
 
 
-def test_ranks_with_own_requests_share_slots():
+def test_slots_have_one_part_if_ranks_have_different_requests():
     layout = make_layout(replace(CONFIG, dp_attention=True), (ATTENTION,))
     assert (layout.num_ranks, layout.num_parts) == (2, 1)
 
@@ -69,7 +69,7 @@ def test_a_slot_has_the_parts_of_all_ranks_and_no_bytes_of_other_slots():
     assert sum(piece.numel() for piece in memory.pieces()) == memory.layout.num_slots[0] * memory.layout.slot_bytes[0]
 
 
-def test_a_batch_is_done_when_all_ranks_have_counted_it():
+def test_memory_is_ready_and_a_batch_is_done_once_all_ranks_say_so():
     memory = make_memory()
     assert not memory.is_ready
     memory.set_ready(0)

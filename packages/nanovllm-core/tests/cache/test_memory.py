@@ -54,7 +54,7 @@ def test_a_token_of_latent_attention_has_one_head_per_layer():
     assert make_layout(*specs, kv_cache_dtype=torch.float8_e4m3fn).block_bytes == 61 * (576 + 1) * 16
 
 
-def test_fp8_cache_is_refused_if_the_backend_cannot_read_it():
+def test_cache_dtype_is_refused_if_it_is_unknown_or_the_backend_cannot_read_it():
     with pytest.raises(ConfigError, match="kv_cache_dtype is int4, but must be 'auto' or 'fp8'"):
         resolve(EngineConfig(kv_cache_dtype="int4"), **MODEL_AND_MACHINE)
     with pytest.raises(ConfigError, match="kv_cache_dtype 'fp8' needs a GPU of compute capability 8.9"):
@@ -175,7 +175,7 @@ def as_tensor(values: list[int]) -> torch.Tensor:
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
 def test_ordered_copies_equal_simultaneous_copies(state_dtype):
     rng = random.Random(0)
-    chains = cycles = 0
+    num_reordered = num_with_cycles = 0
     for _ in range(200):
         num_state_slots = rng.randrange(1, 12)
         targets = rng.sample(range(1, num_state_slots + 1), rng.randrange(1, num_state_slots + 1))
@@ -188,12 +188,12 @@ def test_ordered_copies_equal_simultaneous_copies(state_dtype):
             states.index_copy_(0, targets, states.index_select(0, sources))
         memory.copy_states(*map(as_tensor, map(list, zip(*ordered, strict=True))))
         found = [states for cache in memory.state_caches for states in cache]
-        assert all(torch.equal(states[1:], same[1:]) for states, same in zip(found, expected, strict=True))
-        chains += ordered != copies
-        cycles += len(ordered) > len(copies)
+        assert all(torch.equal(states[1:], wanted[1:]) for states, wanted in zip(found, expected, strict=True))
+        num_reordered += ordered != copies
+        num_with_cycles += len(ordered) > len(copies)
         assert (len(ordered) == len(copies)) == all(target != NULL_SLOT for _, target in ordered)
-    assert chains > 20
-    assert cycles > 20
+    assert num_reordered > 20
+    assert num_with_cycles > 20
 
 
 def test_copies_that_do_not_overlap_keep_their_order():

@@ -10,8 +10,8 @@ from nanovllm_core.cache.prefix import PrefixHasher
 from nanovllm_core.request import Request
 from nanovllm_core.request_state import RequestState
 
-SIZE = 4
-KINDS = pytest.mark.parametrize("kind", ["fast", "sha256"])
+BLOCK_SIZE = 4
+ALGORITHMS = pytest.mark.parametrize("algorithm", ["fast", "sha256"])
 
 
 def hash_tokens(hasher: PrefixHasher, tokens: list[int], salt: str = "") -> list[int | bytes]:
@@ -20,9 +20,9 @@ def hash_tokens(hasher: PrefixHasher, tokens: list[int], salt: str = "") -> list
     return request.block_hashes
 
 
-@KINDS
-def test_hashes_do_not_depend_on_when_tokens_became_known(kind):
-    rng, hasher = random.Random(0), PrefixHasher(kind, SIZE)
+@ALGORITHMS
+def test_hashes_do_not_depend_on_when_tokens_became_known(algorithm):
+    rng, hasher = random.Random(0), PrefixHasher(algorithm, BLOCK_SIZE)
     for _ in range(50):
         tokens = [rng.randrange(1000) for _ in range(rng.randrange(1, 60))]
         request = RequestState(0, Request("a", tokens[: rng.randrange(1, len(tokens) + 1)]))
@@ -32,35 +32,35 @@ def test_hashes_do_not_depend_on_when_tokens_became_known(kind):
             request.output_ids += tokens[known : known + rng.randrange(1, 10)]
         hasher.extend_hashes(request)
         assert request.block_hashes == hash_tokens(hasher, tokens)
-        assert len(request.block_hashes) == len(tokens) // SIZE
+        assert len(request.block_hashes) == len(tokens) // BLOCK_SIZE
 
 
-@KINDS
-def test_a_hash_covers_every_token_before_its_end(kind):
-    hasher, tokens = PrefixHasher(kind, SIZE), [*range(20)]
+@ALGORITHMS
+def test_a_hash_covers_every_token_before_its_end(algorithm):
+    hasher, tokens = PrefixHasher(algorithm, BLOCK_SIZE), [*range(20)]
     whole = hash_tokens(hasher, tokens)
     assert len(set(whole)) == 5
     for index in range(20):
         other = hash_tokens(hasher, [*tokens[:index], 99, *tokens[index + 1 :]])
-        same = index // SIZE
-        assert other[:same] == whole[:same]
-        assert not set(other[same:]) & set(whole)
+        num_unchanged = index // BLOCK_SIZE
+        assert other[:num_unchanged] == whole[:num_unchanged]
+        assert not set(other[num_unchanged:]) & set(whole)
     assert not set(hash_tokens(hasher, tokens, "salt")) & set(whole)
-    assert not set(hash_tokens(PrefixHasher(kind, SIZE), tokens)) & set(whole)
+    assert not set(hash_tokens(PrefixHasher(algorithm, BLOCK_SIZE), tokens)) & set(whole)
 
 
-@KINDS
-def test_arrays_and_lists_have_the_same_hashes(kind):
-    hasher, tokens = PrefixHasher(kind, SIZE), [0, 1, 65536, 2**31 - 1, 5, 6, 7, 8]
+@ALGORITHMS
+def test_arrays_and_lists_have_the_same_hashes(algorithm):
+    hasher, tokens = PrefixHasher(algorithm, BLOCK_SIZE), [0, 1, 65536, 2**31 - 1, 5, 6, 7, 8]
     assert hash_tokens(hasher, np.array(tokens, np.int32)) == hash_tokens(hasher, tokens)
 
 
 def test_no_block_of_a_request_is_hashed_twice(monkeypatch):
-    cache = CacheManager(8, SIZE, prefix_caching=True, hash_algorithm="fast", watermark=0)
-    chain, hashed = cache._hasher._hash_blocks, []
+    cache = CacheManager(8, BLOCK_SIZE, prefix_caching=True, hash_algorithm="fast", watermark=0)
+    hash_blocks, hashed = cache._hasher._hash_blocks, []
 
     def count_hashes(parent, tokens, block_bytes):
-        hashed.extend(found := chain(parent, tokens, block_bytes))
+        hashed.extend(found := hash_blocks(parent, tokens, block_bytes))
         return found
 
     monkeypatch.setattr(cache._hasher, "_hash_blocks", count_hashes)

@@ -14,8 +14,8 @@ from nanovllm_core.errors import ConfigError
 def test_engines_that_start_at_once_have_one_secret(tmp_path):
     for number in range(20):
         directory = tmp_path / str(number)
-        with ThreadPoolExecutor(8) as threads:
-            [secret] = set(threads.map(load_secret, [directory] * 8))
+        with ThreadPoolExecutor(8) as executor:
+            [secret] = set(executor.map(load_secret, [directory] * 8))
         assert len(secret) == SECRET_BYTES
         assert load_secret(directory) == secret
         [path] = directory.iterdir()

@@ -18,9 +18,9 @@ def make_manager(num_state_slots: int, max_running: int) -> CacheManager:
 
 def admit_request(cache: CacheManager, tokens: list[int]) -> tuple[RequestState, int]:
     request = RequestState(next(REQUEST_KEYS), Request("r", list(tokens)))
-    computed = cache.admit(request, keep_watermark=False)
-    assert isinstance(computed, int)
-    return request, computed
+    num_cached = cache.admit(request, keep_watermark=False)
+    assert isinstance(num_cached, int)
+    return request, num_cached
 
 
 def finish_request(cache: CacheManager, request: RequestState) -> None:
@@ -47,15 +47,15 @@ def test_prompt_leaves_a_checkpoint_where_it_differs_from_earlier_prompts():
 def test_checkpoint_is_found_only_after_the_same_tokens_in_cached_blocks():
     cache = make_manager(20, 4)
     prompt = list(range(200))
-    first, computed = admit_request(cache, prompt)
-    assert computed == 0
+    first, num_cached = admit_request(cache, prompt)
+    assert num_cached == 0
     # The cache finds a checkpoint only once the step that writes the checkpoint has ended.
-    second, computed = admit_request(cache, prompt)
-    assert computed == 0
+    second, num_cached = admit_request(cache, prompt)
+    assert num_cached == 0
     assert second.state_slot != first.state_slot
     cache.commit(first, 130)
-    third, computed = admit_request(cache, prompt)
-    assert computed == 128
+    third, num_cached = admit_request(cache, prompt)
+    assert num_cached == 128
     assert third.source_state_slot not in (0, first.state_slot, third.state_slot)
     assert admit_request(cache, [7, *prompt[1:]])[1] == 0
     for request in (second, first, third):
@@ -70,7 +70,7 @@ def test_oldest_checkpoints_are_evicted_for_running_requests():
         finish_request(cache, admit_request(cache, prompt)[0])
     assert cache.state_pool.slots.num_free == 4
     running = [admit_request(cache, prompt) for prompt in (prompts[2], [5000])]
-    assert [computed for _, computed in running] == [64, 0]
+    assert [num_cached for _, num_cached in running] == [64, 0]
     assert len({request.state_slot for request, _ in running}) == 2
     for request, _ in running:
         finish_request(cache, request)
@@ -101,8 +101,8 @@ def test_a_held_checkpoint_is_not_evicted_before_its_request_starts():
     prompt, slots = list(range(200)), cache.state_pool.slots
     first, _ = admit_request(cache, prompt)
     finish_request(cache, first)
-    second, computed = admit_request(cache, prompt)
-    assert computed > 0
+    second, num_cached = admit_request(cache, prompt)
+    assert num_cached > 0
     assert cache.state_pool.hold_source(second)
     num_free = slots.num_free
     other, _ = admit_request(cache, list(range(500, 700)))
@@ -122,8 +122,8 @@ def test_a_checkpoint_is_not_held_if_other_requests_may_need_its_slot():
     first, _ = admit_request(cache, prompt)
     finish_request(cache, first)
     other, _ = admit_request(cache, list(range(500, 700)))
-    second, computed = admit_request(cache, prompt)
-    assert computed > 0
+    second, num_cached = admit_request(cache, prompt)
+    assert num_cached > 0
     assert not cache.state_pool.hold_source(second)
     finish_request(cache, second)
     finish_request(cache, other)

@@ -28,7 +28,7 @@ async def engine(toy_spec, vetter, monkeypatch):
     await engine.stop()
 
 
-def request(name: str, prompt: list[int], **sampling) -> Request:
+def make_request(name: str, prompt: list[int], **sampling) -> Request:
     options = {"temperature": 0.0, "max_tokens": OUTPUT_LEN, "ignore_eos": True, **sampling}
     return Request(name, prompt, SamplingParams(**options))
 
@@ -46,13 +46,13 @@ async def test_outputs_equal_those_with_biases_against_all_other_tokens(toy_spec
 
     async def ask(name: str, **options) -> list[list[int]]:
         requests = [
-            request(f"{name}{index}", prompt, seed=index, **kinds[index % len(kinds)], **options)
+            make_request(f"{name}{index}", prompt, seed=index, **kinds[index % len(kinds)], **options)
             for index, prompt in enumerate(prompts)
         ]
         return await asyncio.gather(*(collect(engine, each) for each in requests))
 
     try:
-        free = asyncio.gather(*(collect(engine, request(f"free{index}", prompts[index])) for index in range(6)))
+        free = asyncio.gather(*(collect(engine, make_request(f"free{index}", prompts[index])) for index in range(6)))
         allowed, biased = await asyncio.gather(
             ask("allowed", allowed_token_ids=ALLOWED), ask("biased", logit_bias=biases)
         )
@@ -66,29 +66,29 @@ async def test_outputs_equal_those_with_biases_against_all_other_tokens(toy_spec
 
 
 async def test_output_ends_only_if_its_end_token_is_allowed(engine):
-    ending = await collect(engine, request("a", [1, 2], allowed_token_ids=(toy_model.EOS,), ignore_eos=False))
+    ending = await collect(engine, make_request("a", [1, 2], allowed_token_ids=(toy_model.EOS,), ignore_eos=False))
     assert ending == [toy_model.EOS]
-    endless = await collect(engine, request("b", [1, 2], allowed_token_ids=(A, B), ignore_eos=False))
+    endless = await collect(engine, make_request("b", [1, 2], allowed_token_ids=(A, B), ignore_eos=False))
     assert len(endless) == OUTPUT_LEN
 
 
 async def test_allowed_tokens_override_biases_and_bans(engine):
     options = {"logit_bias": {A: -100.0, 7: 100.0}, "forbidden_sequences": ((A,),), "stop_token_ids": (A,)}
-    tokens = await collect(engine, request("a", [1, 2], allowed_token_ids=(A,), min_tokens=4, **options))
+    tokens = await collect(engine, make_request("a", [1, 2], allowed_token_ids=(A,), min_tokens=4, **options))
     assert tokens == [A]
 
 
 async def test_allowed_tokens_narrow_a_grammar_but_keep_its_end_token(engine):
     grammar = GrammarSpec("regex", "[ab]{5}")
-    assert await collect(engine, request("a", [1, 2], grammar=grammar, allowed_token_ids=(A,))) == [
+    assert await collect(engine, make_request("a", [1, 2], grammar=grammar, allowed_token_ids=(A,))) == [
         *[A] * 5,
         toy_model.EOS,
     ]
 
 
 async def test_grammar_without_any_allowed_token_is_an_error_that_names_the_field(engine, oracle):
-    other = asyncio.create_task(collect(engine, request("other", [1, 2, 3])))
-    narrow = request("a", [1, 2], grammar=GrammarSpec("regex", "aab"), allowed_token_ids=(A,))
+    other = asyncio.create_task(collect(engine, make_request("other", [1, 2, 3])))
+    narrow = make_request("a", [1, 2], grammar=GrammarSpec("regex", "aab"), allowed_token_ids=(A,))
     with pytest.raises(GrammarError, match="allowed_token_ids has no token that the grammar allows"):
         await collect(engine, narrow)
     assert await other == oracle([1, 2, 3], OUTPUT_LEN)
@@ -96,7 +96,7 @@ async def test_grammar_without_any_allowed_token_is_an_error_that_names_the_fiel
 
 async def test_reasoning_budget_is_dropped_if_its_end_tokens_are_not_allowed(engine):
     budget = ReasoningBudget(3, (B,))
-    closed = await collect(engine, request("a", [1, 2], allowed_token_ids=(A, B), reasoning_budget=budget))
+    closed = await collect(engine, make_request("a", [1, 2], allowed_token_ids=(A, B), reasoning_budget=budget))
     assert closed[3] == B or B in closed[:3]
-    dropped = await collect(engine, request("b", [1, 2], allowed_token_ids=(A,), reasoning_budget=budget))
+    dropped = await collect(engine, make_request("b", [1, 2], allowed_token_ids=(A,), reasoning_budget=budget))
     assert dropped == [A] * OUTPUT_LEN

@@ -83,7 +83,7 @@ class StandInStepGraphs(StepGraphs):
             return torch.empty(sizes, dtype=torch.int32)
 
         logits = torch.empty(num_samples, VOCAB)
-        found = ForwardOutput(logits, ints(num_samples), ints(num_samples), ints(num_reqs), ints(num_reqs, 16))
+        buffers = ForwardOutput(logits, ints(num_samples), ints(num_samples), ints(num_reqs), ints(num_reqs, 16))
         run_forward, choose_tokens, propose, proposer = self._functions
         # The whole result of the last forward pass, which the proposer of drafts reads.
         outputs: list[ForwardOutput] = []
@@ -94,21 +94,21 @@ class StandInStepGraphs(StepGraphs):
 
         def choose(ops):
             self.num_replays[ops] = self.num_replays.get(ops, 0) + 1
-            return [tensor for tensor in choose_tokens(ops, found, batch.has_drafts) if tensor is not None]
+            return [tensor for tensor in choose_tokens(ops, buffers, batch.has_drafts) if tensor is not None]
 
-        step = CapturedStep([StandInGraph(found[:5], run)], [], found)
+        step = CapturedStep([StandInGraph(buffers[:5], run)], [], buffers)
         for ops in CAPTURED_OP_SETS:
             tokens, num_new = ints(num_samples), ints(num_reqs) if batch.has_drafts else None
             targets = (tokens,) if num_new is None else (tokens, num_new)
             step.choice_graphs.sampling[ops] = StandInGraph(targets, partial(choose, ops)), (tokens, num_new)
         for ops in () if proposer is None else proposer.captured_ops(may_propose=True):
             drafts = ints(num_reqs, 1 + MAX_DRAFTS)
-            replayed = StandInGraph((drafts,), lambda ops=ops: (propose(ops, outputs[0]),))
-            step.choice_graphs.proposing[ops] = replayed, drafts
+            draft_graph = StandInGraph((drafts,), lambda ops=ops: (propose(ops, outputs[0]),))
+            step.choice_graphs.proposing[ops] = draft_graph, drafts
         return step
 
 
-def requests() -> list[Request]:
+def make_requests() -> list[Request]:
     """More requests than rows, so that plain requests get rows that special requests have had, and vice versa."""
     kinds = [*PLAIN, *SPECIAL, *PLAIN, *reversed(SPECIAL), *PLAIN, *SPECIAL]
     return [
@@ -122,7 +122,7 @@ def requests() -> list[Request]:
     ]
 
 
-async def answers(device: str, graph_mode: str, speculate: str | None = None) -> list[Answer]:
+async def collect_answers(device: str, graph_mode: str, speculate: str | None = None) -> list[Answer]:
     config = EngineConfig(
         device=device,
         max_num_seqs=NUM_ROWS,
@@ -142,7 +142,7 @@ async def answers(device: str, graph_mode: str, speculate: str | None = None) ->
         ]
 
     try:
-        return await asyncio.gather(*map(ask, requests()))
+        return await asyncio.gather(*map(ask, make_requests()))
     finally:
         await engine.stop()
 
@@ -160,11 +160,11 @@ def check_equal(found: list[Answer], expected: list[Answer]) -> None:
 
 @pytest.mark.parametrize("speculate", SPECULATE)
 async def test_stand_ins_for_graphs_choose_what_steps_without_graphs_choose(speculate, always_drafts, monkeypatch):
-    expected = await answers("cpu", "none")
+    expected = await collect_answers("cpu", "none")
     monkeypatch.setattr(runner_module, "StepGraphs", StandInStepGraphs)
     monkeypatch.setattr(StandInStepGraphs, "num_replays", {})
     monkeypatch.setattr(StandInStepGraphs, "num_draft_replays", 0)
-    check_equal(await answers("cpu", "none", speculate), expected)
+    check_equal(await collect_answers("cpu", "none", speculate), expected)
     assert StandInStepGraphs.num_replays[CAPTURED_OP_SETS[-1]] > 20
     assert (StandInStepGraphs.num_draft_replays > 10) == (speculate is not None)
 
@@ -173,4 +173,4 @@ async def test_stand_ins_for_graphs_choose_what_steps_without_graphs_choose(spec
 @pytest.mark.parametrize("speculate", SPECULATE)
 @pytest.mark.parametrize("graph_mode", ["full_decode_only", "piecewise", "full"])
 async def test_graphs_choose_what_steps_without_graphs_choose(graph_mode, speculate):
-    check_equal(await answers("cuda", graph_mode, speculate), await answers("cuda", "none"))
+    check_equal(await collect_answers("cuda", graph_mode, speculate), await collect_answers("cuda", "none"))

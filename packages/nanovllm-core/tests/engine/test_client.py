@@ -1,4 +1,4 @@
-"""An engine in its own process gives the same answers, and open requests fail when it dies."""
+"""An engine in its own process gives the oracle's answers. Open requests fail when this process dies."""
 
 import asyncio
 import multiprocessing

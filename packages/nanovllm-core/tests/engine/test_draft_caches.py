@@ -1,6 +1,6 @@
 """A draft model and an MTP head have the right cache entry for every token, whichever steps compute the token.
 
-The models sum up their cache entries. So one wrong entry makes all later drafts of a request wrong.
+The models sum up their cache entries. So one wrong entry makes nearly all later drafts of a request wrong.
 """
 
 import asyncio
@@ -46,8 +46,8 @@ def make_prompts() -> list[list[int]]:
     ]
 
 
-def propose_at_random(share: float) -> Callable[..., object]:
-    """Replaces `DraftPlanner.plan_proposals`: only `share` of the steps propose drafts, so that the cache lags."""
+def make_random_planner(share: float) -> Callable[..., object]:
+    """Returns a replacement of `DraftPlanner.plan_proposals`: only `share` of the steps propose, so the cache lags."""
     rng, plan_proposals = random.Random(2), DraftPlanner.plan_proposals
 
     def plan_at_random(*args, has_prompts: bool) -> object:
@@ -59,8 +59,9 @@ def propose_at_random(share: float) -> Callable[..., object]:
 
 @pytest.mark.parametrize(("method", "setting", "share"), CASES)
 async def test_drafts_are_right_if_no_cache_entry_is_wrong(method, setting, share, always_drafts, monkeypatch):
-    monkeypatch.setattr(DraftPlanner, "plan_proposals", propose_at_random(share))
-    # An MTP head's entry of a token depends on the next token. The last entry of a cached block may thus be wrong.
+    monkeypatch.setattr(DraftPlanner, "plan_proposals", make_random_planner(share))
+    # An MTP head's entry of a token depends on the next token. Another request may have another token after a cached
+    # block. The block's last entry is then wrong, so the test needs an engine without prefix caching.
     settings = {"speculate": method.split()[0], "num_speculative_tokens": NUM_DRAFTS, "prefix_caching": method != "mtp"}
     config = EngineConfig(**CONFIG | settings | SETTINGS[setting])
     engine = await AsyncEngine.start(METHODS[method], config)
@@ -83,7 +84,7 @@ async def test_drafts_are_right_if_no_cache_entry_is_wrong(method, setting, shar
         assert stats.num_cached_prompt_tokens > 100
     verified, accepted = sum(stats.verified_drafts_by_position), sum(stats.accepted_drafts_by_position)
     assert verified > share * NUM_REQUESTS * OUTPUT_LEN / 4
-    # One wrong entry makes nearly all later drafts wrong. After a preemption, an entry may be missing: the row keeps
-    # old drafts, and the request may accept a draft for which its new blocks have no space yet.
+    # One wrong entry makes nearly all later drafts wrong. After a preemption, the request's
+    # row keeps old drafts. The request may accept one for which its new blocks have no space, so its entry is missing.
     is_always_right = method != "draft with errors" and setting != "preempted"
     assert accepted == verified if is_always_right else accepted > verified // 2

@@ -21,7 +21,7 @@ CONFIGS = {
 OUTPUT_LEN = 40
 
 
-def prompts() -> list[list[int]]:
+def make_prompts() -> list[list[int]]:
     rng = random.Random(0)
     shared = [rng.randrange(90) for _ in range(40)]
     return [
@@ -32,7 +32,7 @@ def prompts() -> list[list[int]]:
 @pytest.fixture(scope="module")
 def expected() -> list[list[int]]:
     oracle = toy_model.make_oracle(fp8_cache=True)
-    return [oracle(prompt, OUTPUT_LEN) for prompt in prompts()]
+    return [oracle(prompt, OUTPUT_LEN) for prompt in make_prompts()]
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -46,19 +46,19 @@ async def test_tokens_equal_those_of_an_oracle_with_quantised_keys_and_values(na
         return [token async for output in outputs for token in output.new_token_ids]
 
     try:
-        found = await asyncio.gather(*(collect(index, prompt) for index, prompt in enumerate(prompts())))
+        found = await asyncio.gather(*(collect(index, prompt) for index, prompt in enumerate(make_prompts())))
         assert (engine.stats.num_preemptions > 0) == (name == "preempted")
         assert engine.info.kv_cache_dtype == "float8_e4m3fn"
     finally:
         await engine.stop()
-    same = [answer == wanted for answer, wanted in zip(found, expected, strict=True)]
+    is_equal = [answer == wanted for answer, wanted in zip(found, expected, strict=True)]
     # On a GPU, the last bit of a sum may differ. This can change a rounding, and then the choice of a token.
-    assert all(same) if device == "cpu" else sum(same) >= 12
+    assert all(is_equal) if device == "cpu" else sum(is_equal) >= 12
 
 
 def test_fp8_cache_changes_tokens(oracle, expected):
     """If an FP8 cache changed no token, the test above could not notice a missing quantisation."""
-    assert [oracle(prompt, OUTPUT_LEN) for prompt in prompts()] != expected
+    assert [oracle(prompt, OUTPUT_LEN) for prompt in make_prompts()] != expected
 
 
 @pytest.mark.parametrize(("kind", "itemsize"), [("auto", 4), ("fp8", 1)])

@@ -39,7 +39,7 @@ GPU_CONFIGS = {
     "mixed steps in pieces": {"graph_mode": "piecewise", "max_num_batched_tokens": 80},
     "not compiled": {"compile": False},
 }
-SETTINGS = [
+SAMPLING_OPTIONS = [
     {"temperature": 0.0},
     {"temperature": 1.0},
     {"temperature": 1.0, "top_k": 5},
@@ -64,7 +64,7 @@ async def engine(toy_spec, vetter, monkeypatch):
     await engine.stop()
 
 
-def request(name: str, prompt: list[int], grammar: GrammarSpec | None, **sampling) -> Request:
+def make_request(name: str, prompt: list[int], grammar: GrammarSpec | None, **sampling) -> Request:
     return Request(name, prompt, SamplingParams(**{"max_tokens": OUTPUT_LEN, "grammar": grammar, **sampling}))
 
 
@@ -107,7 +107,9 @@ async def serve(toy_spec, compiler, oracle, device: str, settings: dict) -> tupl
         await asyncio.sleep(rng.random() * 0.1)
         prompt = [rng.randrange(90) for _ in range(rng.randrange(1, 60))]
         max_tokens = rng.choice([1, 7, 1000, 1000, 1000])
-        constrained_request = request(f"h{index}", prompt, spec, seed=index, **SETTINGS[index % len(SETTINGS)])
+        constrained_request = make_request(
+            f"h{index}", prompt, spec, seed=index, **SAMPLING_OPTIONS[index % len(SAMPLING_OPTIONS)]
+        )
         outputs = await collect(engine, constrained_request, max_tokens)
         num_complete += outputs[-1].finish_reason == "stop"
         check_answer(compiler, spec, outputs)
@@ -115,7 +117,7 @@ async def serve(toy_spec, compiler, oracle, device: str, settings: dict) -> tupl
     async def run_unconstrained(index: int) -> None:
         await asyncio.sleep(rng.random() * 0.1)
         prompt = [rng.randrange(90) for _ in range(rng.randrange(1, 60))]
-        outputs = await collect(engine, request(f"f{index}", prompt, None, temperature=0, ignore_eos=True))
+        outputs = await collect(engine, make_request(f"f{index}", prompt, None, temperature=0, ignore_eos=True))
         assert tokens_of(outputs) == oracle(prompt, OUTPUT_LEN)
 
     try:
@@ -134,25 +136,25 @@ async def test_answers_match_grammars_and_other_requests_are_unchanged(
     name, toy_spec, compiler, oracle, vetter, monkeypatch
 ):
     vetter.use(monkeypatch)
-    finished, preemptions = await serve(toy_spec, compiler, oracle, "cpu", CONFIGS[name])
-    assert finished >= 8
-    assert (preemptions > 0) == name.startswith("preempted")
+    num_complete, num_preemptions = await serve(toy_spec, compiler, oracle, "cpu", CONFIGS[name])
+    assert num_complete >= 8
+    assert (num_preemptions > 0) == name.startswith("preempted")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", [*CONFIGS, *GPU_CONFIGS])
 async def test_answers_match_on_a_gpu(name, toy_spec, compiler, oracle, vetter, monkeypatch):
     vetter.use(monkeypatch)
-    finished, _ = await serve(toy_spec, compiler, oracle, "cuda", {**CONFIGS, **GPU_CONFIGS}[name])
-    assert finished >= 8
+    num_complete, _ = await serve(toy_spec, compiler, oracle, "cuda", {**CONFIGS, **GPU_CONFIGS}[name])
+    assert num_complete >= 8
 
 
 async def test_a_seed_gives_the_same_answer_in_any_batch(engine):
     async def ask(name: str, seed: int) -> list[int]:
-        return tokens_of(await collect(engine, request(name, [1, 2, 3], JSON, seed=seed)))
+        return tokens_of(await collect(engine, make_request(name, [1, 2, 3], JSON, seed=seed)))
 
     alone = await ask("a", 7)
-    other_requests = (collect(engine, request(f"c{index}", [index], REGEX)) for index in range(3))
+    other_requests = (collect(engine, make_request(f"c{index}", [index], REGEX)) for index in range(3))
     together, other, *_ = await asyncio.gather(ask("b", 7), ask("c", 8), *other_requests)
     assert together == alone
     assert other != alone
@@ -160,7 +162,7 @@ async def test_a_seed_gives_the_same_answer_in_any_batch(engine):
 
 async def test_logprobs_are_of_the_models_own_distribution(engine):
     free, constrained = [
-        (await collect(engine, request(name, [1, 2], grammar, temperature=0, logprobs=3, max_tokens=1)))[0]
+        (await collect(engine, make_request(name, [1, 2], grammar, temperature=0, logprobs=3, max_tokens=1)))[0]
         for name, grammar in (("a", None), ("b", REGEX))
     ]
     assert constrained.logprobs[0].top == free.logprobs[0].top
@@ -169,18 +171,20 @@ async def test_logprobs_are_of_the_models_own_distribution(engine):
 
 async def test_the_end_token_is_sampled_if_the_grammar_allows_no_other(engine):
     options_against_end = {"min_tokens": 40, "ignore_eos": True, "logit_bias": {toy_model.EOS: -100.0}}
-    outputs = await collect(engine, request("a", [1, 2], GrammarSpec("regex", "ab"), **options_against_end))
+    outputs = await collect(engine, make_request("a", [1, 2], GrammarSpec("regex", "ab"), **options_against_end))
     assert text_of(tokens_of(outputs)) == b"ab"
     assert (outputs[-1].finish_reason, outputs[-1].stop_token) == ("stop", toy_model.EOS)
     # If the grammar allows more than the end token, min_tokens applies.
-    outputs = await collect(engine, request("b", [1, 2], GrammarSpec("regex", "(ab)+"), min_tokens=20, temperature=0))
+    outputs = await collect(
+        engine, make_request("b", [1, 2], GrammarSpec("regex", "(ab)+"), min_tokens=20, temperature=0)
+    )
     assert len(tokens_of(outputs)) > 20
 
 
 async def test_stop_token_ids_stop_where_the_grammar_allows_them(engine):
     pieces = toy_model.toy_vocabulary().tokens
     stop = pieces.index(b",")
-    outputs = await collect(engine, request("a", [1, 2], GrammarSpec("regex", "a,b,"), stop_token_ids=(stop,)))
+    outputs = await collect(engine, make_request("a", [1, 2], GrammarSpec("regex", "a,b,"), stop_token_ids=(stop,)))
     assert text_of(tokens_of(outputs)) == b"a,"
     assert (outputs[-1].finish_reason, outputs[-1].stop_token) == ("stop", stop)
 
@@ -192,8 +196,10 @@ async def test_a_reasoning_budget_closes_overlong_reasoning(max_steps_in_flight,
     free = oracle(prompt, 40)
 
     async def ask(name: str, budget: ReasoningBudget) -> list[int]:
-        asked = request(name, prompt, None, temperature=0, ignore_eos=True, max_tokens=40, reasoning_budget=budget)
-        return tokens_of(await collect(engine, asked))
+        budget_request = make_request(
+            name, prompt, None, temperature=0, ignore_eos=True, max_tokens=40, reasoning_budget=budget
+        )
+        return tokens_of(await collect(engine, budget_request))
 
     absent = [token for token in range(toy_model.VOCAB) if token not in free][:3]
     try:
@@ -216,11 +222,11 @@ async def test_a_reasoning_budget_closes_overlong_reasoning(max_steps_in_flight,
 
 async def test_a_reasoning_budget_follows_the_grammar(engine, compiler):
     end = tuple(toy_model.toy_vocabulary().tokens.index(piece) for piece in (b"</t", b"hink>"))
-    asked = [
-        request(f"r{seed}", [seed], TAG, seed=seed, reasoning_budget=ReasoningBudget(12, end), max_tokens=120)
+    requests = [
+        make_request(f"r{seed}", [seed], TAG, seed=seed, reasoning_budget=ReasoningBudget(12, end), max_tokens=120)
         for seed in range(6)
     ]
-    answers = await asyncio.gather(*(collect(engine, each) for each in asked))
+    answers = await asyncio.gather(*(collect(engine, request) for request in requests))
     for outputs in answers:
         check_answer(compiler, TAG, outputs)
         thought, tag, _ = text_of(tokens_of(outputs)).partition(b"</think>")
@@ -228,7 +234,7 @@ async def test_a_reasoning_budget_follows_the_grammar(engine, compiler):
         assert len(thought) <= 3 * 12
     assert any(outputs[-1].finish_reason == "stop" for outputs in answers)
     # This grammar does not allow the end of the reasoning, so the budget is dropped.
-    outputs = await collect(engine, request("b", [1], REGEX, reasoning_budget=ReasoningBudget(2, end)))
+    outputs = await collect(engine, make_request("b", [1], REGEX, reasoning_budget=ReasoningBudget(2, end)))
     check_answer(compiler, REGEX, outputs)
 
 
@@ -237,10 +243,10 @@ async def test_hostile_grammars_fail_in_time_and_delay_no_other_request(monkeypa
     engine = await AsyncEngine.start(toy_spec(), EngineConfig(**BASE, device="cpu"))
     try:
         await engine.compile_grammar(REGEX)
-        slow = [asyncio.create_task(collect(engine, request(f"s{i}", [1], SLOW))) for i in range(2)]
+        slow = [asyncio.create_task(collect(engine, make_request(f"s{i}", [1], SLOW))) for i in range(2)]
         prompt, rounds = [3, 4], 0
         while not slow[0].done():
-            outputs = await collect(engine, request(f"f{rounds}", prompt, None, temperature=0, ignore_eos=True))
+            outputs = await collect(engine, make_request(f"f{rounds}", prompt, None, temperature=0, ignore_eos=True))
             assert tokens_of(outputs) == oracle(prompt, OUTPUT_LEN)
             rounds += 1
         assert rounds > 3
@@ -253,7 +259,7 @@ async def test_hostile_grammars_fail_in_time_and_delay_no_other_request(monkeypa
 
 
 async def test_a_request_waits_for_its_grammar_and_can_be_aborted_meanwhile(engine):
-    stream = engine.generate(request("a", [1], SLOW))
+    stream = engine.generate(make_request("a", [1], SLOW))
     first_output = asyncio.create_task(anext(stream))
     async with asyncio.timeout(10):
         while not engine.stats.num_requests_waiting:
@@ -262,20 +268,20 @@ async def test_a_request_waits_for_its_grammar_and_can_be_aborted_meanwhile(engi
     first_output.cancel()
     with pytest.raises(asyncio.CancelledError):
         await first_output
-    outputs = await collect(engine, request("b", [1], REGEX))
+    outputs = await collect(engine, make_request("b", [1], REGEX))
     assert CHECKS[REGEX](text_of(tokens_of(outputs)))
     assert engine.stats.num_requests_waiting == 0
 
 
 async def test_failing_grammar_fails_only_its_request(engine, monkeypatch, oracle):
-    free = asyncio.create_task(collect(engine, request("f", [5, 6], None, temperature=0, ignore_eos=True)))
+    free = asyncio.create_task(collect(engine, make_request("f", [5, 6], None, temperature=0, ignore_eos=True)))
     # The vocabulary has no token for the euro sign.
     with pytest.raises(GrammarError, match="allows no token of the vocabulary"):
-        await collect(engine, request("a", [1], GrammarSpec("regex", "ab€")))
+        await collect(engine, make_request("a", [1], GrammarSpec("regex", "ab€")))
     monkeypatch.setattr(row_constraint, "_MAX_MATCH_S", 0.0)
     monkeypatch.setattr(row_constraint, "_MAX_MATCH_S_PER_TOKEN", 0.0)
     with pytest.raises(GrammarError, match="takes too long to follow"):
-        await collect(engine, request("b", [1], EBNF))
+        await collect(engine, make_request("b", [1], EBNF))
     assert tokens_of(await free) == oracle([5, 6], OUTPUT_LEN)
     assert engine.death_reason is None
 
@@ -285,7 +291,7 @@ async def test_grammars_need_a_vocabulary(toy_spec):
     with pytest.raises(GrammarError, match="its ModelSpec has no vocabulary"):
         await engine.compile_grammar(REGEX)
     with pytest.raises(RequestError, match="its ModelSpec has no vocabulary") as caught:
-        await collect(engine, request("a", [1], REGEX))
+        await collect(engine, make_request("a", [1], REGEX))
     assert caught.value.field == "grammar"
     await engine.stop()
     with pytest.raises(EngineDeadError):
@@ -304,11 +310,11 @@ async def test_an_engine_process_compiles_and_follows_grammars(toy_spec, compile
         with pytest.raises(GrammarError, match="parenthesis"):
             await engine.compile_grammar(bad)
         with pytest.raises(GrammarError, match="parenthesis"):
-            await collect(engine, request("bad", [1], bad))
-        free = request("f", [5, 6], None, temperature=0, ignore_eos=True)
+            await collect(engine, make_request("bad", [1], bad))
+        free = make_request("f", [5, 6], None, temperature=0, ignore_eos=True)
         alone = oracle([5, 6], OUTPUT_LEN)
         end = next(token for token in range(toy_model.VOCAB) if token not in alone)
-        cut = request(
+        cut = make_request(
             "c",
             [5, 6],
             None,
@@ -318,11 +324,11 @@ async def test_an_engine_process_compiles_and_follows_grammars(toy_spec, compile
             reasoning_budget=ReasoningBudget(10, (end,)),
         )
         assert tokens_of(await collect(engine, cut)) == [*alone[:10], end]
-        work = [request(f"h{index}", [index], spec, seed=index) for index, spec in enumerate([*CHECKS] * 2)]
-        found, *answers = await asyncio.gather(collect(engine, free), *(collect(engine, each) for each in work))
+        requests = [make_request(f"h{index}", [index], spec, seed=index) for index, spec in enumerate([*CHECKS] * 2)]
+        found, *answers = await asyncio.gather(collect(engine, free), *(collect(engine, each) for each in requests))
         assert tokens_of(found) == alone
-        for asked, outputs in zip(work, answers, strict=True):
-            check_answer(compiler, asked.sampling.grammar, outputs)
+        for request, outputs in zip(requests, answers, strict=True):
+            check_answer(compiler, request.sampling.grammar, outputs)
         compiling = asyncio.create_task(engine.compile_grammar(SLOW))
         await asyncio.sleep(0.1)
     finally:

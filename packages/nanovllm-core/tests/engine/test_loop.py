@@ -22,7 +22,7 @@ PROMPT = [5, 6, 7]
 NUM_OUTPUTS = 6
 
 
-def request() -> Request:
+def make_request() -> Request:
     return Request("r", list(PROMPT), SamplingParams(temperature=0, max_tokens=NUM_OUTPUTS, ignore_eos=True))
 
 
@@ -48,7 +48,7 @@ def events(monkeypatch) -> list[str]:
 @pytest.mark.parametrize(
     ("is_asynchronous", "max_steps_in_flight", "order"),
     [
-        # On a CPU, `launch` computes the step. So the loop posts the outputs of a step before it launches the next.
+        # On a CPU, `launch` computes the step. So the loop posts the outputs of a step before the next launch.
         (False, None, "launch post launch post launch post launch post launch post launch post"),
         # The loop knows the length limit before the last token, so it launches no further step.
         (True, 2, "launch launch launch post launch post launch post launch post post post"),
@@ -64,7 +64,7 @@ async def test_next_step_is_launched_before_outputs_are_posted(
         while "post" not in events:
             await asyncio.sleep(0.001)
     events.clear()
-    tokens = [token async for output in engine.generate(request()) for token in output.new_token_ids]
+    tokens = [token async for output in engine.generate(make_request()) for token in output.new_token_ids]
     await engine.stop()
     assert tokens == oracle(PROMPT, NUM_OUTPUTS)
     # After these events, the loop may also post that it is idle.
@@ -74,7 +74,7 @@ async def test_next_step_is_launched_before_outputs_are_posted(
 async def test_request_that_arrives_during_a_launch_is_in_the_next_step(toy_spec, monkeypatch):
     loop = await build_loop(toy_spec(), EngineConfig(device="cpu", num_blocks=32, depth=2))
     loop._runner.is_asynchronous = True
-    first, second = request(), request()
+    first, second = make_request(), make_request()
     launch = loop._runner.launch
     prompt_lengths_by_step: list[list[int]] = []
 
@@ -102,7 +102,7 @@ async def test_the_engine_thread_ends_when_emitting_fails(toy_spec):
         if outputs.tokens:
             raise RuntimeError("emitting fails")
 
-    loop.submit(1, request())
+    loop.submit(1, make_request())
     with pytest.raises(RuntimeError, match="emitting fails"):
         await loop.run(emit)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("nanovllm-engine")]
@@ -153,10 +153,10 @@ async def slow_loop(toy_spec) -> EngineLoop:
 
 
 async def test_no_more_steps_than_depth_are_in_flight_even_if_they_sample_nothing(slow_loop, monkeypatch):
-    launch, in_flight = slow_loop._runner.launch, []
+    launch, nums_in_flight = slow_loop._runner.launch, []
 
     def launch_spy(plan):
-        in_flight.append(1 + sum(not end.query() for end in slow_loop._runner._host_copies.end_events))
+        nums_in_flight.append(1 + sum(not end.query() for end in slow_loop._runner._host_copies.end_events))
         return launch(plan)
 
     monkeypatch.setattr(slow_loop._runner, "launch", launch_spy)
@@ -169,8 +169,8 @@ async def test_no_more_steps_than_depth_are_in_flight_even_if_they_sample_nothin
 
     async with asyncio.timeout(20):
         await slow_loop.run(emit)
-    assert len(in_flight) >= 250 // 32
-    assert max(in_flight) == 2
+    assert len(nums_in_flight) >= 250 // 32
+    assert max(nums_in_flight) == 2
 
 
 async def test_a_request_that_arrives_during_a_long_step_is_in_the_next_step(slow_loop, monkeypatch):
@@ -194,12 +194,12 @@ async def test_a_request_that_arrives_during_a_long_step_is_in_the_next_step(slo
         while len(launched) < 3:
             await asyncio.sleep(0.001)
         slow_loop.submit(2, requests[1])
-        while not (with_short := [index for index, (_, lengths) in enumerate(launched) if lengths == [5]]):
+        while not (short_indices := [index for index, (_, lengths) in enumerate(launched) if lengths == [5]]):
             await asyncio.sleep(0.001)
     slow_loop.stop()
     await running
     # If the loop planned this step too early, it would launch the step 50 ms before the preceding step ends.
-    (index,) = with_short
+    (index,) = short_indices
     assert runner._host_copies.end_events[index - 1].finish_time - launched[index][0] < 0.03
 
 
@@ -213,12 +213,12 @@ async def test_an_abort_of_a_lone_long_prompt_takes_effect_within_two_steps(slow
         while len(launched) < 3:
             await asyncio.sleep(0.001)
         slow_loop.abort(1)
-        before = len(launched)
+        num_launched_before = len(launched)
         while slow_loop._scheduler.has_requests:
             await asyncio.sleep(0.001)
     slow_loop.stop()
     await running
-    assert len(launched) - before <= 2
+    assert len(launched) - num_launched_before <= 2
     assert slow_loop._scheduler.caches[0].pool.num_free == 64
 
 
@@ -233,7 +233,7 @@ async def test_outputs_of_a_finished_step_are_emitted_although_the_next_launch_f
 
     monkeypatch.setattr(slow_loop._runner, "launch", fail_third_launch)
     tokens = []
-    slow_loop.submit(1, request())
+    slow_loop.submit(1, make_request())
     with pytest.raises(RuntimeError, match="this launch fails"):
         await slow_loop.run(lambda outputs, _: tokens.extend(outputs.tokens))
     assert len(tokens) == 1
@@ -262,11 +262,11 @@ async def test_stats_count_waiting_and_running_requests_during_a_long_step(toy_s
 
     serving = asyncio.create_task(loop.run(lambda _, stats: emitted_stats.append(stats) if stats is not None else None))
     try:
-        loop.submit(0, request())
+        loop.submit(0, make_request())
         assert await asyncio.to_thread(has_launched.wait, 30)
         await wait_for_stats(running=1, waiting=0)
-        loop.submit(1, request())
-        loop.submit(2, request())
+        loop.submit(1, make_request())
+        loop.submit(2, make_request())
         await wait_for_stats(running=1, waiting=2)
         loop.abort(1)
         await wait_for_stats(running=1, waiting=1)
@@ -335,7 +335,7 @@ async def test_spinning_is_controlled_until_the_engine_stops_or_fails_to_start(f
             await AsyncEngine.start(toy_spec(), EngineConfig(device="cpu", num_blocks=32))
     else:
         engine = await AsyncEngine.start(toy_spec(), EngineConfig(device="cpu", num_blocks=32))
-        assert [token async for output in engine.generate(request()) for token in output.new_token_ids]
+        assert [token async for output in engine.generate(make_request()) for token in output.new_token_ids]
         assert calls == [True]
         await engine.stop()
     assert calls == [True, "close"]

@@ -1,4 +1,4 @@
-"""An engine whose parent is killed ends too, and leaves no files."""
+"""When the parent of an engine is killed, the engine ends and leaves no files."""
 
 import os
 import subprocess
@@ -26,11 +26,11 @@ def is_alive(pid: int) -> bool:
 
 @pytest.mark.parametrize("phase", ["loading", "serving"])
 def test_the_engine_ends_at_once_when_its_parent_is_killed(phase, tmp_path):
-    begun, files = tmp_path / "begun", tmp_path / "t"
-    files.mkdir()
-    support = Path(parents.__file__)
-    env = os.environ | {"TMPDIR": str(files), "PYTHONPATH": str(support.parent)}
-    command = [sys.executable, str(support), phase, str(begun)]
+    begun, temporary_directory = tmp_path / "begun", tmp_path / "t"
+    temporary_directory.mkdir()
+    script = Path(parents.__file__)
+    env = os.environ | {"TMPDIR": str(temporary_directory), "PYTHONPATH": str(script.parent)}
+    command = [sys.executable, str(script), phase, str(begun)]
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())
@@ -40,14 +40,14 @@ def test_the_engine_ends_at_once_when_its_parent_is_killed(phase, tmp_path):
             assert time.monotonic() < deadline
             time.sleep(0.02)
         assert is_alive(pid)
-        assert list(files.glob("nanovllm-*"))
+        assert list(temporary_directory.glob("nanovllm-*"))
         parent.kill()
-    killed = time.monotonic()
+    killed_s = time.monotonic()
     while is_alive(pid):
         # An engine that missed the end of its parent would live longer: in "loading", it sleeps for 10 minutes.
-        assert time.monotonic() - killed < 60
+        assert time.monotonic() - killed_s < 60
         time.sleep(0.02)
-    assert not list(files.glob("nanovllm-*"))
+    assert not list(temporary_directory.glob("nanovllm-*"))
 
 
 def test_only_the_sockets_own_directory_is_removed(tmp_path):

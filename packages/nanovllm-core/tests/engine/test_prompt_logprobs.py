@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts equal those of a simple model; other requests are unchanged."""
+"""Log-probabilities of prompts equal those of a simple model, and do not change the sampled tokens."""
 
 import asyncio
 import random
@@ -97,12 +97,14 @@ async def test_a_prompt_with_logprobs_reads_no_cached_blocks_but_registers_its_o
     engine = await AsyncEngine.start(toy_spec(), EngineConfig(**BASE, device="cpu"))
     prompt = [*range(50)]
 
-    def request(name: str, num_top: int | None) -> Request:
+    def make_request(name: str, num_top: int | None) -> Request:
         sampling = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, prompt_logprobs=num_top)
         return Request(name, prompt, sampling)
 
     try:
-        answers = [await serve(engine, request(f"r{index}", num_top)) for index, num_top in enumerate((2, 2, None))]
+        answers = [
+            await serve(engine, make_request(f"r{index}", num_top)) for index, num_top in enumerate((2, 2, None))
+        ]
     finally:
         await engine.stop()
     assert [num_cached for _, _, num_cached in answers] == [0, 0, 48]

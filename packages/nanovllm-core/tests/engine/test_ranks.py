@@ -158,10 +158,10 @@ def test_a_killed_process_ends_the_engine_and_all_of_its_processes(victim):
 
 def child_pids(pid: int) -> list[int]:
     """The children of `pid` that multiprocessing has started with "spawn"."""
-    processes = [path for path in Path("/proc").iterdir() if path.name.isdigit()]
+    process_dirs = [path for path in Path("/proc").iterdir() if path.name.isdigit()]
     return [
         int(path.name)
-        for path in processes
+        for path in process_dirs
         if (fields := read_stat(path)) and int(fields[1]) == pid and "spawn_main" in read_command(path)
     ]
 
@@ -171,16 +171,16 @@ def is_running(pid: int) -> bool:
     return bool(fields) and fields[0] != "Z"
 
 
-def read_stat(process: Path) -> list[str]:
-    """The fields of /proc/PID/stat from the state on; empty if the process has ended."""
+def read_stat(process_dir: Path) -> list[str]:
+    """The fields of PID/stat in /proc, beginning with the process state. The list is empty if the process has ended."""
     try:
-        return (process / "stat").read_text().rpartition(")")[2].split()
+        return (process_dir / "stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return []
 
 
-def read_command(process: Path) -> str:
+def read_command(process_dir: Path) -> str:
     try:
-        return (process / "cmdline").read_text()
+        return (process_dir / "cmdline").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return ""

@@ -37,11 +37,11 @@ async def generate(engine: AsyncEngine, name: str, prompt: list[int], num_tokens
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("settings", SETTINGS)
-async def test_tokens_equal_those_of_the_oracle_for_all_settings(expected, settings, device):
+@pytest.mark.parametrize("settings_name", SETTINGS)
+async def test_tokens_equal_those_of_the_oracle_for_all_settings(expected, settings_name, device):
     limits = {"max_model_len": 200, "max_num_seqs": 8}
     engine = await AsyncEngine.start(
-        recurrent_spec(), EngineConfig(device=device, **limits, **{"depth": 2, **SETTINGS[settings]})
+        recurrent_spec(), EngineConfig(device=device, **limits, **{"depth": 2, **SETTINGS[settings_name]})
     )
     try:
         found = await asyncio.gather(*(generate(engine, f"r{i}", prompt) for i, (prompt, _) in enumerate(expected)))
@@ -49,11 +49,11 @@ async def test_tokens_equal_those_of_the_oracle_for_all_settings(expected, setti
         again = [await generate(engine, "again", prompt) for prompt, _ in expected[:4]]
         assert again == found[:4]
         stats = engine.stats
-        assert (stats.num_preemptions > 0) == (settings == "preempted")
+        assert (stats.num_preemptions > 0) == (settings_name == "preempted")
         assert stats.num_free_state_slots == engine.info.num_state_slots
         assert stats.num_free_blocks == stats.num_blocks
-        assert (stats.num_checkpoints > 0) == ("no prefix cache" not in settings)
-        assert (stats.num_cached_prompt_tokens > 0) == ("no prefix cache" not in settings)
+        assert (stats.num_checkpoints > 0) == ("no prefix cache" not in settings_name)
+        assert (stats.num_cached_prompt_tokens > 0) == ("no prefix cache" not in settings_name)
     finally:
         await engine.stop()
 
@@ -65,15 +65,15 @@ async def test_a_prompt_that_diverges_near_the_end_of_another_computes_few_token
     engine = await AsyncEngine.start(recurrent_spec(), config)
     try:
         await generate(engine, "first", prompt, 1)
-        before = engine.stats.num_computed_tokens
+        num_computed_before = engine.stats.num_computed_tokens
         found = await generate(engine, "second", other, 4)
-        assert engine.stats.num_computed_tokens - before < 20 + 64 + 4
+        assert engine.stats.num_computed_tokens - num_computed_before < 20 + 64 + 4
         assert found == Oracle()(other, 4)
         # The third prompt diverges at the same position, and starts from a checkpoint there.
         third = [*prompt[:180], *range(40, 60)]
-        before = engine.stats.num_computed_tokens
+        num_computed_before = engine.stats.num_computed_tokens
         assert await generate(engine, "third", third, 4) == Oracle()(third, 4)
-        assert engine.stats.num_computed_tokens - before < 20 + 64 + 4
+        assert engine.stats.num_computed_tokens - num_computed_before < 20 + 64 + 4
     finally:
         await engine.stop()
 

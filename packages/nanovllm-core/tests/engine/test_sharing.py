@@ -16,7 +16,7 @@ from nanovllm_core.outputs import DraftTotals, PromptLogprobs, RequestFinish, Re
 CONFIG = EngineConfig(device="cpu", num_blocks=128, max_num_seqs=8)
 
 
-def greedy(name: str, prompt: list[int], count: int) -> Request:
+def make_greedy_request(name: str, prompt: list[int], count: int) -> Request:
     return Request(name, prompt, SamplingParams(temperature=0, max_tokens=count, ignore_eos=True))
 
 
@@ -48,7 +48,7 @@ async def test_each_client_gets_its_own_outputs_in_one_message_per_step(oracle, 
         prompts = [[index, 2, 3] for index in range(8)]
         # Both clients use the same request ids.
         outputs = await asyncio.gather(
-            *(collect((owner, other)[i % 2], greedy(f"r{i // 2}", p, 30)) for i, p in enumerate(prompts))
+            *(collect((owner, other)[i % 2], make_greedy_request(f"r{i // 2}", p, 30)) for i, p in enumerate(prompts))
         )
         assert outputs == [oracle(prompt, 30) for prompt in prompts]
         # Both clients get the state of the idle engine, but not at the same time.
@@ -74,9 +74,9 @@ async def test_the_engine_serves_its_owner_after_other_clients_disconnect(oracle
     try:
         for _ in range(3):
             guest = await EngineClient.connect(owner.address)
-            assert await collect(guest, greedy("a", [1, 2], 5)) == oracle([1, 2], 5)
+            assert await collect(guest, make_greedy_request("a", [1, 2], 5)) == oracle([1, 2], 5)
             await guest.stop()
-        assert await collect(owner, greedy("a", [1, 2], 5)) == oracle([1, 2], 5)
+        assert await collect(owner, make_greedy_request("a", [1, 2], 5)) == oracle([1, 2], 5)
     finally:
         await owner.stop()
 
@@ -84,14 +84,14 @@ async def test_the_engine_serves_its_owner_after_other_clients_disconnect(oracle
 async def test_requests_of_a_killed_client_are_aborted(oracle):
     owner = await EngineClient.launch(toy_spec(), CONFIG)
     context = multiprocessing.get_context("spawn")
-    ready, child_end = context.Pipe(duplex=False)
+    parent_end, child_end = context.Pipe(duplex=False)
     client = context.Process(target=occupy, args=(owner.address, child_end))
     client.start()
     try:
-        assert await asyncio.to_thread(ready.recv) == 3
+        assert await asyncio.to_thread(parent_end.recv) == 3
         client.kill()
         await wait_until_idle(owner)
-        assert await collect(owner, greedy("a", [1, 2], 5)) == oracle([1, 2], 5)
+        assert await collect(owner, make_greedy_request("a", [1, 2], 5)) == oracle([1, 2], 5)
     finally:
         client.kill()
         client.join()
@@ -190,5 +190,5 @@ def test_outputs_of_a_step_are_split_by_client():
         0: StepOutputs([first_key], [7]),
         2: StepOutputs(finishes=[(other_key, "length", None)]),
     }
-    # The next split does not reuse the lists of this split.
+    # A later split does not reuse the lists of the earlier splits.
     assert split_by_client(StepOutputs([first_key, other_key], [1, 2]))[0].tokens == [1]

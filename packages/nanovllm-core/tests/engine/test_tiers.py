@@ -284,9 +284,9 @@ async def test_no_request_finds_blocks_after_a_reset(in_process, oracle, tmp_pat
         assert await generate(engine, "first", prompt, 4) == oracle(prompt, 4)
         await engine.reset_prefix_cache()
         assert await generate(engine, "second", prompt, 4) == oracle(prompt, 4)
-        hits_after_reset = engine.stats.num_cached_prompt_tokens
+        num_cached_tokens_after_reset = engine.stats.num_cached_prompt_tokens
         assert await generate(engine, "third", prompt, 4) == oracle(prompt, 4)
-        assert hits_after_reset == 0 < engine.stats.num_cached_prompt_tokens
+        assert num_cached_tokens_after_reset == 0 < engine.stats.num_cached_prompt_tokens
     finally:
         await engine.stop()
     with pytest.raises(EngineDeadError):

@@ -132,7 +132,7 @@ def test_number_of_masks_assumes_accepted_drafts_until_the_result_is_known():
     row = make_new_row(0, reasoning_budget=ReasoningBudget(6, (7,)))
     constraints = start([row], [1], [[1] * 5])
     assert constraints.begin_step(make_plan([0], num_drafts=[4])) == 0
-    # The step before may have accepted all drafts.
+    # The previous step may have accepted all drafts.
     step = ScriptedStepHandle([2], [1], [[1] * 5])
     constraints.end_step(step)
     assert constraints.begin_step(make_plan([0], num_drafts=[1])) == 2
@@ -176,7 +176,7 @@ def test_failure_after_accepted_drafts_lasts():
     fill_entries(constraints, make_plan([0], num_drafts=[3]))
     (failure,) = constraints.failures
     assert failure.num_drafts == 1
-    # Token 60 was sampled without a mask. After it, the grammar allows token 4.
+    # Token 60 was sampled without a mask. After this token, the grammar allows token 4.
     constraints.end_step(ScriptedStepHandle([2, 60], [2], [[4, 4, 4]]))
     fill_entries(constraints, make_plan([0], num_drafts=[3]))
     assert constraints.failures == [GrammarFailure(0, 0, failure.reason)]

@@ -67,7 +67,7 @@ class Target:
             row.append(self.tokens[-1])
 
     def masks_along(self, tokens: list[int]) -> tuple[list[bytes | None], str | None]:
-        """Returns (masks after the known tokens and the first 0, 1, ... of `tokens`; why the next mask failed)."""
+        """Returns (masks after the known tokens and the first 0, 1, ... of `tokens`; failure of the next mask)."""
         row, masks = RowWithoutDrafts(self.options, toy_model.VOCAB), []
         for token in [*self.tokens[: self.num_known], *tokens, 0]:
             mask, failure = row.next_mask()
@@ -110,7 +110,8 @@ def check_entries(target: Target, num_drafts: int, masks: list[bytes | None], fa
     for entry, expected in enumerate(expected_masks):
         assert masks[entry] == expected
         if entry < num_drafts and not unpack(expected, toy_model.VOCAB)[drafts[entry]]:
-            # Entries after a forbidden draft are unused. Only allowed token ids give them a mask, which is constant.
+            # Entries after a forbidden draft are unused. They have a mask only if the row has allowed token ids.
+            # Such a mask is constant.
             assert failure is None
             assert "allowed_token_ids" in target.options or masks[entry + 1 :] == [None] * (num_drafts - entry)
             return
@@ -119,7 +120,7 @@ def check_entries(target: Target, num_drafts: int, masks: list[bytes | None], fa
 
 
 def run_trace(rng: random.Random, grammars: dict[GrammarSpec, Grammar], counts: dict[str, int]) -> None:
-    """Run rows with random drafts until their targets are complete. counts: events that the trace had."""
+    """Run rows with random drafts until their targets are complete. Add the numbers of events to `counts`."""
     targets = [Target(draw_options(rng, grammars)) for _ in range(rng.choice([1, 1, 2, 3]))]
     for target in targets:
         target.sample(rng, rng.randrange(4, 24))

@@ -16,7 +16,7 @@ NUM_DRAFTS = 4
 def test_probability_gives_the_acceptance_length(acceptance_length):
     probability = find_probability(acceptance_length, NUM_DRAFTS)
     assert 0 <= probability <= 1
-    assert sum(probability**number for number in range(NUM_DRAFTS + 1)) == pytest.approx(acceptance_length)
+    assert sum(probability**exponent for exponent in range(NUM_DRAFTS + 1)) == pytest.approx(acceptance_length)
 
 
 async def collect(engine: AsyncEngine, request: Request) -> list[int]:
@@ -24,7 +24,7 @@ async def collect(engine: AsyncEngine, request: Request) -> list[int]:
 
 
 @pytest.mark.parametrize("acceptance_length", [1.0, 2.5, 5.0])
-async def test_engine_keeps_as_many_drafts_as_asked(acceptance_length):
+async def test_first_drafts_are_kept_with_the_probability_of_the_acceptance_length(acceptance_length):
     config = EngineConfig(
         device="cpu",
         num_blocks=100,

@@ -67,17 +67,26 @@ def test_shapes_come_largest_first_and_fit_the_token_budget():
 
 
 def test_steps_of_many_tokens_also_have_shapes_with_few_requests():
-    few, many = graphs_module.NUM_FEW_REQUESTS, graphs_module.MIN_FEW_REQUEST_TOKENS
-    shapes = [shape for shape in graph_shapes("full", 64, 2 * many) if shape.max_query_len > 1]
-    sizes = mixed_sizes(2 * many)
+    few, many_tokens = graphs_module.NUM_FEW_REQUESTS, graphs_module.MIN_FEW_REQUEST_TOKENS
+    shapes = [shape for shape in graph_shapes("full", 64, 2 * many_tokens) if shape.max_query_len > 1]
+    sizes = mixed_sizes(2 * many_tokens)
     assert {shape.num_tokens for shape in shapes if shape.num_reqs == 64} == set(sizes)
-    assert {shape.num_tokens for shape in shapes if shape.num_reqs != 64} == {size for size in sizes if size >= many}
-    assert {shape.num_reqs for shape in graph_shapes("full", few, 2 * many) if shape.max_query_len > 1} == {few}
+    assert {shape.num_tokens for shape in shapes if shape.num_reqs != 64} == {
+        size for size in sizes if size >= many_tokens
+    }
+    assert {shape.num_reqs for shape in graph_shapes("full", few, 2 * many_tokens) if shape.max_query_len > 1} == {few}
     graphs = StepGraphs(shapes)
     graphs._steps = {shape: shape for shape in shapes}
-    assert dispatch(graphs, few, many, None) == (few, many, many, "full", False, False)
-    assert dispatch(graphs, few + 1, many, None) == (64, many, many, "full", False, False)
-    assert dispatch(graphs, few, many // 2, None) == (64, many // 2, many // 2, "full", False, False)
+    assert dispatch(graphs, few, many_tokens, None) == (few, many_tokens, many_tokens, "full", False, False)
+    assert dispatch(graphs, few + 1, many_tokens, None) == (64, many_tokens, many_tokens, "full", False, False)
+    assert dispatch(graphs, few, many_tokens // 2, None) == (
+        64,
+        many_tokens // 2,
+        many_tokens // 2,
+        "full",
+        False,
+        False,
+    )
 
 
 def test_steps_of_few_whole_prompts_have_separate_shapes():
@@ -185,9 +194,9 @@ class RecordedGraph(TorchDispatchMode):
 
     def replay(self):
         for operator, args, kwargs, result in self.calls:
-            again = operator(*args, **kwargs)
-            if again.data_ptr() != result.data_ptr():
-                result.copy_(again)
+            new_result = operator(*args, **kwargs)
+            if new_result.data_ptr() != result.data_ptr():
+                result.copy_(new_result)
 
 
 def test_replayed_pieces_and_attention_equal_the_captured_forward_pass(monkeypatch):
@@ -206,17 +215,17 @@ def test_replayed_pieces_and_attention_equal_the_captured_forward_pass(monkeypat
         return ForwardOutput(hidden, lengths, lengths, lengths, tables)
 
     with graphs_module._Capture(None) as capture:
-        logits = forward(capture.launch_attention)
-    step = CapturedStep(capture.pieces, capture.attentions, logits)
+        output = forward(capture.launch_attention)
+    step = CapturedStep(capture.pieces, capture.attentions, output)
     assert len(step.pieces) == 4
     for num_tokens, factor in [(5, 3.0), (8, 2.0)]:
         inputs.copy_(torch.randn(8, 2))
         batch = torch.full((num_tokens, 2), factor)
-        step.replay(num_tokens, lambda found, batch=batch: batch if found is logits else None)
+        step.replay(num_tokens, lambda replayed, batch=batch: batch if replayed is output else None)
         expected = inputs[:num_tokens] * 2
         for layer in range(3):
             expected = expected + attention(layer)(expected - 1, batch)
-        torch.testing.assert_close(logits.logits[:num_tokens], expected)
+        torch.testing.assert_close(output.logits[:num_tokens], expected)
 
 
 def test_selected_sampling_graph_is_the_first_that_does_all_operations():
@@ -248,7 +257,7 @@ def test_operations_without_a_graph_are_an_error():
         select_graph({int(SamplingOps.RANDOM): None}, SamplingOps.PENALTY)
 
 
-def test_graph_mode_is_none_for_the_torch_backend():
+def test_graph_mode_is_none_on_a_cpu_and_full_by_default_on_a_gpu():
     facts = {"max_position": 64, "model_dtype": torch.float32}
     assert resolve(EngineConfig(device="cpu"), has_cuda=True, **facts).graph_mode == "none"
     assert resolve(EngineConfig(), has_cuda=True, **facts).graph_mode == "full"
@@ -298,15 +307,15 @@ def make_plans() -> list[StepPlan]:
 @pytest.mark.parametrize("mode", ["piecewise", "full"])
 def test_captured_steps_choose_the_tokens_of_steps_without_graphs(mode):
     def run(mode):
-        asked = EngineConfig(device="cuda", graph_mode=mode, max_num_seqs=4, num_blocks=20, forbid_sync=True)
-        config = resolve(asked, max_position=256, model_dtype=torch.float32, has_cuda=True)
+        unresolved = EngineConfig(device="cuda", graph_mode=mode, max_num_seqs=4, num_blocks=20, forbid_sync=True)
+        config = resolve(unresolved, max_position=256, model_dtype=torch.float32, has_cuda=True)
         runner = start_runner(toy_model.toy_spec(), config)
-        made = []
+        tokens_by_step = []
         for plan in make_plans():
             step = runner.launch(plan)
             step.wait()
-            made.append(step.read_results().tokens.tolist())
-        return runner.graphs.num_steps, made
+            tokens_by_step.append(step.read_results().tokens.tolist())
+        return runner.graphs.num_steps, tokens_by_step
 
     _, expected = run("none")
     counts, found = run(mode)

@@ -23,7 +23,7 @@ from nanovllm_core.token_ids import as_token_ids
 NUM_RANKS, ROWS_PER_RANK = 3, 5
 
 
-def make_ranks() -> list[ParallelContext]:
+def make_parallel_contexts() -> list[ParallelContext]:
     return [ParallelContext(rank, NUM_RANKS, splits_requests=True) for rank in range(NUM_RANKS)]
 
 
@@ -38,10 +38,10 @@ def draw_scheduled(rng: random.Random) -> ScheduledRows:
 @pytest.mark.parametrize("seed", range(20))
 def test_parts_of_all_ranks_make_up_the_scheduled_rows(seed):
     scheduled = draw_scheduled(random.Random(seed))
-    ranks = [RankRequests(parallel, ROWS_PER_RANK) for parallel in make_ranks()]
+    ranks = [RankRequests(parallel, ROWS_PER_RANK) for parallel in make_parallel_contexts()]
     parts = [rank.select_scheduled(scheduled) for rank in ranks]
     num_reqs = max(len(part.rows) for part in parts)
-    # The requests of all ranks in the order in which tokens are gathered; None for padding.
+    # Entries (row, num_tokens, is_sampled, rank) in the order in which tokens are gathered. Padding has the row None.
     gathered = [
         (*columns, rank)
         for rank, part in enumerate(parts)
@@ -66,7 +66,7 @@ def test_the_rank_that_has_a_prompt_finds_its_tokens(seed):
     index = rng.randrange(len(scheduled.rows))
     row, first = int(scheduled.rows[index]), int(scheduled.num_tokens[:index].sum())
     prompt_range = PromptLogprobsRange(row, 1, 1, 2, first)
-    for rank, parallel in enumerate(make_ranks()):
+    for rank, parallel in enumerate(make_parallel_contexts()):
         requests = RankRequests(parallel, ROWS_PER_RANK)
         owner, own_range = requests.locate_prompt(prompt_range, scheduled)
         assert owner == row // ROWS_PER_RANK
@@ -87,7 +87,7 @@ def test_tables_hold_the_requests_of_their_rank_only():
     blocks.add(6, 0, [9])
     scheduled = ScheduledRows(np.array([1, 6]), np.array([2, 2]), np.array([True, True]))
     plan = StepPlan(0, new_rows, blocks, scheduled, BatchShape(1, 2, 2), max_seq_len=2)
-    for rank, parallel in enumerate(make_ranks()):
+    for rank, parallel in enumerate(make_parallel_contexts()):
         table = RequestTable(ROWS_PER_RANK, 64, 16, 50, 1, torch.device("cpu"), parallel=parallel)
         step = table.apply_plan(plan, 2)
         # Rank 2 has no request, so that its step has padding only.

@@ -1,4 +1,4 @@
-"""Plans update the device tables; the number of calls does not depend on the number of requests."""
+"""Plans update the device tables; the number of function calls does not depend on the number of requests."""
 
 from dataclasses import replace
 

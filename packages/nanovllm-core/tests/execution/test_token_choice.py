@@ -44,12 +44,12 @@ def test_compiled_gather_gives_the_same_tokens(table, monkeypatch):
     counter = CompileCounterWithBackend("aot_eager")
     monkeypatch.setattr(compilation, "BACKEND", counter)
     compiled_gather = compilation.compile_for_rows(gather_columns, min_rows=1)
-    needs = SamplingOps.RANDOM | SamplingOps.FILTER
+    ops = SamplingOps.RANDOM | SamplingOps.FILTER
     # The first count equals the number of table rows. The compiled function must serve other counts too.
     for count in (ROWS, 1, 2, 9, 1, 5):
         logits, rows = torch.randn(count, VOCAB), torch.randperm(ROWS)[:count].int()
-        expected = choose_tokens(logits, rows, rows, table, needs, gather_columns)
-        assert torch.equal(choose_tokens(logits, rows, rows, table, needs, compiled_gather), expected)
+        expected = choose_tokens(logits, rows, rows, table, ops, gather_columns)
+        assert torch.equal(choose_tokens(logits, rows, rows, table, ops, compiled_gather), expected)
     assert counter.frame_count == 2
 
 
@@ -76,13 +76,15 @@ def assign_rows(table: RequestTable, options: list[dict]) -> list[int]:
     """Give each row of `table` a new request, and return the `SamplingOps` of each row."""
     rng = np.random.default_rng(len(options))
     new_rows = [
-        NewRow(row, as_token_ids(rng.integers(0, 12, 9)), 5, 8, SamplingParams(**wanted), seed=row * 31, stop_ids=())
-        for row, wanted in enumerate(options)
+        NewRow(
+            row, as_token_ids(rng.integers(0, 12, 9)), 5, 8, SamplingParams(**row_options), seed=row * 31, stop_ids=()
+        )
+        for row, row_options in enumerate(options)
     ]
     count = len(options)
     scheduled = ScheduledRows(np.arange(count), np.ones(count, np.int64), np.ones(count, np.bool_))
     table.apply_plan(StepPlan(0, new_rows, NewBlocks(), scheduled, BatchShape(count, count, 1), max_seq_len=9))
-    return [int(needs) for needs in table._ops]
+    return [int(ops) for ops in table._ops]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -91,23 +93,25 @@ def test_operations_of_other_rows_do_not_change_tokens(seed):
     table = RequestTable(ROWS, 32, 16, VOCAB, 1, torch.device("cpu"))
     # Assign the rows three times: entries of earlier requests must not affect later requests.
     for _ in range(3):
-        needs = assign_rows(table, [OPTIONS[index] for index in rng.integers(0, len(OPTIONS), ROWS)])
+        ops_by_row = assign_rows(table, [OPTIONS[index] for index in rng.integers(0, len(OPTIONS), ROWS)])
         generator = torch.Generator().manual_seed(seed)
         logits, rows = torch.randn(ROWS, VOCAB, generator=generator), torch.randperm(ROWS, generator=generator).int()
         positions = torch.full((ROWS,), 9, dtype=torch.int32)
         masked = torch.rand(ROWS, generator=generator) < 0.3
-        which = torch.where(masked, torch.arange(ROWS), -1).int()
+        sample_indices = torch.where(masked, torch.arange(ROWS), -1).int()
         bits = torch.randint(1, 2**31, (ROWS, 2), generator=generator).int()
         before = logits.clone()
-        found = choose_tokens(logits, rows, positions, table, CAPTURED_OP_SETS[-1], gather_columns, Masks(which, bits))
+        found = choose_tokens(
+            logits, rows, positions, table, CAPTURED_OP_SETS[-1], gather_columns, Masks(sample_indices, bits)
+        )
         assert torch.equal(logits, before)
         for index in range(ROWS):
-            need = needs[rows[index]] | (int(SamplingOps.MASK) if masked[index] else 0)
-            assert not need & ~CAPTURED_OP_SETS[-1]
+            row_ops = ops_by_row[rows[index]] | (int(SamplingOps.MASK) if masked[index] else 0)
+            assert not row_ops & ~CAPTURED_OP_SETS[-1]
             mask = Masks(torch.zeros(1, dtype=torch.int32), bits[index : index + 1]) if masked[index] else None
             single_row = slice(index, index + 1)
             alone = choose_tokens(
-                logits[single_row], rows[single_row], positions[single_row], table, need, gather_columns, mask
+                logits[single_row], rows[single_row], positions[single_row], table, row_ops, gather_columns, mask
             )
             assert alone.tolist() == found[single_row].tolist(), OPTIONS
         # A captured sampling graph counts the tokens of all rows, also of rows without penalties.
@@ -134,17 +138,17 @@ def make_inputs(num_rows: int, sampling_indices: list[int], num_logprobs: list[i
 def test_only_rows_that_asked_get_log_probabilities():
     logits = torch.randn(5, 40, generator=torch.Generator().manual_seed(0))
     tokens = torch.tensor([3, 1, 4, 1, 5], dtype=torch.int32)
-    which, wanted = np.array([0, 1, 3, 4]), np.array([2, -1, 0, 3])
-    step = make_inputs(5, which, wanted)
+    sampling_indices, num_logprobs = np.array([0, 1, 3, 4]), np.array([2, -1, 0, 3])
+    step = make_inputs(5, sampling_indices, num_logprobs)
     logprobs = compute_logprobs(tokens, logits, step, ParallelContext())
     found = StepHandle(step, ChosenTokens(tokens), logprobs, None).read_results()
     assert found.tokens.tolist() == [3, 1, 1, 5]
     expected = logits.log_softmax(-1)
     assert [index for index, _ in found.logprobs] == [0, 2, 3]
     for index, entry in found.logprobs:
-        row = which[index]
+        row = sampling_indices[index]
         assert entry.logprob == pytest.approx(float(expected[row, tokens[row]]), abs=1e-5)
-        values, ids = expected[row].topk(int(wanted[index]))
+        values, ids = expected[row].topk(int(num_logprobs[index]))
         assert [token for token, _ in entry.top] == ids.tolist()
         assert [value for _, value in entry.top] == pytest.approx(values.tolist(), abs=1e-5)
 

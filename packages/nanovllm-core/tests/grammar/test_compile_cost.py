@@ -31,13 +31,13 @@ def words(number: int, length: int = 8) -> list[str]:
     return ["".join(rng.choices(string.ascii_lowercase, k=length)) for _ in range(number)]
 
 
-def nested(depth: int, name: str) -> dict:
+def nested_schema(depth: int, name: str) -> dict:
     leaf = {"type": "string"}
-    properties = {f"{name}a{depth}": nested(depth - 1, name), f"{name}b{depth}": leaf} if depth else {}
+    properties = {f"{name}a{depth}": nested_schema(depth - 1, name), f"{name}b{depth}": leaf} if depth else {}
     return object_schema(properties) if depth else leaf
 
 
-def bounded(number: int, low: int, step: int = 1) -> dict:
+def bounded_strings_schema(number: int, low: int, step: int = 1) -> dict:
     return object_schema(
         {
             name: {"type": "string", "minLength": low + step * index, "maxLength": 100 + 2 * step * index}
@@ -61,7 +61,7 @@ ACCEPTED = {
         {f"object{i}": object_schema({f"field{j}": {"type": "string"} for j in range(20)}) for i in range(40)}
     ),
     "700 optional fields": object_schema(dict.fromkeys(words(700), INTEGER)),
-    "100 bounded strings": bounded(100, 0),
+    "100 bounded strings": bounded_strings_schema(100, 0),
     "long minLength": object_schema({"text": {"type": "string", "minLength": 5_000, "maxLength": 90_000}}),
     "enum of 700 long values": {"enum": words(700, 100)},
     "100 alternatives": {"anyOf": [object_schema(dict.fromkeys(words(8 + i)[:8], INTEGER)) for i in range(100)]},
@@ -70,7 +70,9 @@ ACCEPTED = {
     ),
 }  # fmt: skip
 REFUSED = {
-    "nested objects": (object_schema({name: nested(18, name) for name in words(60, 2)}), "rules: use fewer properties"),
+    "nested objects": (
+        object_schema({name: nested_schema(18, name) for name in words(60, 2)}), "rules: use fewer properties"
+    ),
     "enum of 2,000 long values": ({"enum": words(2_000, 100)}, "when written out: use fewer or shorter ones"),
     "different narrow bounds": (
         object_schema({f"p{i}": {"type": "string", "minLength": i + 16, "maxLength": 2 * i + 16} for i in range(40)}),
@@ -110,8 +112,8 @@ def test_expensive_schemas_are_refused_with_advice_before_they_are_compiled(name
         ),
         (lambda n: {"enum": words(n, 50)}, (100, 200, 400), 2.1),
         # Strings share their rules, whatever their number and bounds are.
-        (lambda n: bounded(n, 1), (20, 40, 80), 2),
-        (lambda n: bounded(n, 20, 17), (20, 40, 80), 2),
+        (lambda n: bounded_strings_schema(n, 1), (20, 40, 80), 2),
+        (lambda n: bounded_strings_schema(n, 20, 17), (20, 40, 80), 2),
     ],
     ids=["optional", "required", "enums", "enum values", "bounded", "long bounds"],
 )
@@ -221,14 +223,14 @@ def test_rules_from_the_cache_allow_the_same_tokens():
         spec = convert_grammar(GrammarSpec("json_schema", json.dumps(schema))).spec
         alone = Compiler(toy_model.toy_vocabulary().tokens, toy_model.toy_vocabulary().end_ids, toy_model.VOCAB)
         plain = alone._xgrammar_compiler.compile_grammar(rules_of(schema))
-        pairs = [shared.compile(spec).start().inner, xgrammar.GrammarMatcher(plain)]
+        matchers = [shared.compile(spec).start().inner, xgrammar.GrammarMatcher(plain)]
         for _ in range(60):
-            masks = [np.zeros((1, -(-toy_model.VOCAB // 32)), np.int32) for _ in pairs]
-            for matcher, mask in zip(pairs, masks, strict=True):
+            masks = [np.zeros((1, -(-toy_model.VOCAB // 32)), np.int32) for _ in matchers]
+            for matcher, mask in zip(matchers, masks, strict=True):
                 matcher.fill_next_token_bitmask(mask, 0)
             assert (masks[0] == masks[1]).all()
             bits = np.unpackbits(masks[0].view(np.uint8), bitorder="little")[: toy_model.VOCAB]
             token = int(rng.choice(np.flatnonzero(bits)))
             if token == toy_model.EOS:
                 break
-            assert [matcher.accept_token(token) for matcher in pairs] == [True, True]
+            assert [matcher.accept_token(token) for matcher in matchers] == [True, True]

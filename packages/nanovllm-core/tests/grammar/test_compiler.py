@@ -11,7 +11,7 @@ from grammars import CHECKS, JSON, TAG, TAGGED, text_of, toy_compiler
 from nanovllm_core import GrammarError, GrammarSpec
 from nanovllm_core.grammar.compiler import MAX_WHITESPACE, Grammar, prepare_source
 
-WORDS = -(-toy_model.VOCAB // 32)
+NUM_MASK_WORDS = -(-toy_model.VOCAB // 32)
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def allowed(grammar_mask: np.ndarray) -> list[int]:
 
 def walk(grammar: Grammar, rng: random.Random, max_tokens: int) -> tuple[list[int], bool]:
     """Choose random allowed tokens, often the end token. Returns the tokens, and whether the end token was chosen."""
-    matcher, mask, tokens = grammar.start(), np.zeros((1, WORDS), np.int32), []
+    matcher, mask, tokens = grammar.start(), np.zeros((1, NUM_MASK_WORDS), np.int32), []
     while len(tokens) < max_tokens:
         matcher.fill_mask(mask, 0)
         choices = allowed(mask[0])
@@ -45,12 +45,12 @@ def walk(grammar: Grammar, rng: random.Random, max_tokens: int) -> tuple[list[in
 
 @pytest.mark.parametrize("spec", CHECKS, ids=lambda spec: spec.kind)
 def test_allowed_outputs_match_their_grammar(compiler, spec):
-    grammar, rng, ended = compiler.compile(spec), random.Random(1), 0
+    grammar, rng, num_ended = compiler.compile(spec), random.Random(1), 0
     for _ in range(60):
         tokens, has_ended = walk(grammar, rng, 150)
-        ended += has_ended
+        num_ended += has_ended
         assert not has_ended or CHECKS[spec](text_of(tokens)), text_of(tokens)
-    assert ended
+    assert num_ended
 
 
 def accepts(grammar: Grammar, text: str) -> bool:
@@ -65,8 +65,8 @@ def test_usual_json_formatting_is_allowed_and_whitespace_is_bounded(compiler):
     assert accepts(grammar, json.dumps({"a": 1, "b": "x", "c": [True, False]}, indent=0))
     assert accepts(grammar, '{"a":' + " " * MAX_WHITESPACE + '1,"b":"x"}')
     assert not accepts(grammar, '{"a":' + " " * (MAX_WHITESPACE + 1) + '1,"b":"x"}')
-    for around in ('{"a":1,"b":"x"}\n', ' {"a":1,"b":"x"}'):
-        assert not accepts(grammar, around)
+    for padded_text in ('{"a":1,"b":"x"}\n', ' {"a":1,"b":"x"}'):
+        assert not accepts(grammar, padded_text)
     tagged = compiler.compile(TAG)
     assert accepts(tagged, 'hm {"a": 1}</think>{"a": 1, "b": "x"}')
     assert not accepts(tagged, '</think>{"a": ' + " " * MAX_WHITESPACE + '1, "b": "x"}')

@@ -22,20 +22,20 @@ async def grammar_cache(vetter, monkeypatch):
 
 
 @pytest.fixture
-def compiled(monkeypatch) -> list[GrammarSpec]:
+def compiled_specs(monkeypatch) -> list[GrammarSpec]:
     """Every spec that is compiled, in order."""
     specs: list[GrammarSpec] = []
     compile_one = Compiler.compile
 
-    def count(compiler: Compiler, spec: GrammarSpec, parameter_types: ParameterTypes, rules: str | None):
+    def record_spec(compiler: Compiler, spec: GrammarSpec, parameter_types: ParameterTypes, rules: str | None):
         specs.append(spec)
         return compile_one(compiler, spec, parameter_types, rules)
 
-    monkeypatch.setattr(Compiler, "compile", count)
+    monkeypatch.setattr(Compiler, "compile", record_spec)
     return specs
 
 
-async def test_grammar_is_compiled_once_for_concurrent_and_cancelled_callers(grammar_cache, compiled):
+async def test_grammar_is_compiled_once_for_concurrent_and_cancelled_callers(grammar_cache, compiled_specs):
     waiting = [asyncio.create_task(grammar_cache.compile(REGEX)) for _ in range(5)]
     await asyncio.sleep(0)
     waiting[0].cancel()
@@ -43,7 +43,7 @@ async def test_grammar_is_compiled_once_for_concurrent_and_cancelled_callers(gra
     assert len(set(map(id, found))) == 1
     assert await grammar_cache.compile(GrammarSpec(REGEX.kind, REGEX.source)) is found[0]
     assert grammar_cache.get(REGEX) is found[0]
-    assert compiled == [REGEX]
+    assert compiled_specs == [REGEX]
 
 
 async def test_a_failure_reaches_all_callers_and_is_not_cached(grammar_cache):
@@ -54,7 +54,7 @@ async def test_a_failure_reaches_all_callers_and_is_not_cached(grammar_cache):
     assert grammar_cache.num_cached == 0
 
 
-async def test_the_least_recently_used_grammar_is_evicted(grammar_cache, compiled, monkeypatch):
+async def test_the_least_recently_used_grammar_is_evicted(grammar_cache, compiled_specs, monkeypatch):
     specs = [GrammarSpec("regex", f"[ab]{{{count}}}") for count in range(1, 5)]
     sizes = [(await grammar_cache.compile(spec)).num_bytes + len(spec.source) for spec in specs[:3]]
     monkeypatch.setattr(grammars, "MAX_CACHE_BYTES", sum(sizes) + max(sizes) // 2)
@@ -62,7 +62,7 @@ async def test_the_least_recently_used_grammar_is_evicted(grammar_cache, compile
     await grammar_cache.compile(specs[3])
     assert [grammar_cache.get(spec) is not None for spec in specs] == [True, False, True, True]
     await grammar_cache.compile(specs[1])
-    assert compiled == [*specs, specs[1]]
+    assert compiled_specs == [*specs, specs[1]]
 
 
 async def test_errors_name_the_exceeded_limit(grammar_cache, monkeypatch):

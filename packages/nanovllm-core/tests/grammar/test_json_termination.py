@@ -30,16 +30,16 @@ def compiler():
     return Compiler(TOKENS, [END], len(TOKENS))
 
 
-def schema(value) -> GrammarSpec:
+def make_schema_spec(value) -> GrammarSpec:
     return GrammarSpec("json_schema", json.dumps(value))
 
 
-def write(grammar: Grammar, begin: str, again: list[bytes], most: int) -> bytes:
-    """Write `begin`, repeat `again` while the grammar allows it (`most` tokens in all), and end the JSON text."""
+def write(grammar: Grammar, begin: str, repeated: list[bytes], max_tokens: int) -> bytes:
+    """Write `begin`, then `repeated` while the grammar allows it (`max_tokens` tokens in all). End the JSON text."""
     matcher, mask = grammar.start(), np.zeros((1, -(-len(TOKENS) // 32)), np.int32)
     written: list[int] = []
 
-    def go_on(token: int) -> bool:
+    def try_token(token: int) -> bool:
         matcher.fill_mask(mask, 0)
         if not np.unpackbits(mask[0].view(np.uint8), bitorder="little")[token]:
             return False
@@ -47,39 +47,39 @@ def write(grammar: Grammar, begin: str, again: list[bytes], most: int) -> bytes:
         written.append(token)
         return True
 
-    assert all(go_on(byte) for byte in begin.encode())
-    while len(written) < most and go_on(TOKENS.index(again[(len(written) - len(begin)) % len(again)])):
+    assert all(try_token(byte) for byte in begin.encode())
+    while len(written) < max_tokens and try_token(TOKENS.index(repeated[(len(written) - len(begin)) % len(repeated)])):
         pass
     for token in b'"]}':
-        go_on(token)
+        try_token(token)
     return b"".join(TOKENS[token] for token in written)
 
 
 @pytest.mark.parametrize(
-    "again", [[b"a"], [b"-", b"2", b"0"], [b'\\"'], [*b"It is so. "], [bytes((i,)) for i in range(40, 80)]], ids=str
+    "repeated", [[b"a"], [b"-", b"2", b"0"], [b'\\"'], [*b"It is so. "], [bytes((i,)) for i in range(40, 80)]], ids=str
 )
-def test_a_string_that_repeats_itself_is_closed(compiler, again):
-    again = [bytes((each,)) if isinstance(each, int) else each for each in again]
-    grammar = compiler.compile(schema({"type": "object", "additionalProperties": {"type": "string"}}))
-    text = write(grammar, '{"a":"', again, 1000)
+def test_a_string_that_repeats_itself_is_closed(compiler, repeated):
+    repeated = [bytes((each,)) if isinstance(each, int) else each for each in repeated]
+    grammar = compiler.compile(make_schema_spec({"type": "object", "additionalProperties": {"type": "string"}}))
+    text = write(grammar, '{"a":"', repeated, 1000)
     json.loads(text)
     assert MIN_REPEATED_TOKENS <= len(text) <= 4 * MIN_REPEATED_TOKENS
 
 
 def test_any_string_is_closed_at_the_maximum_number_of_tokens(compiler):
-    again = [bytes((97 + index * index % 101 % 26,)) for index in range(997)]
-    text = write(compiler.compile(schema({"type": "string"})), '"', again, 2 * MAX_STRING_TOKENS)
+    repeated = [bytes((97 + index * index % 101 % 26,)) for index in range(997)]
+    text = write(compiler.compile(make_schema_spec({"type": "string"})), '"', repeated, 2 * MAX_STRING_TOKENS)
     assert MAX_STRING_TOKENS - 2 <= len(text) <= MAX_STRING_TOKENS + 2
     json.loads(text)
 
 
 def test_a_string_has_the_length_that_its_schema_asks_for(compiler):
-    grammar = compiler.compile(schema({"type": "string", "minLength": 300, "maxLength": 500}))
+    grammar = compiler.compile(make_schema_spec({"type": "string", "minLength": 300, "maxLength": 500}))
     assert len(write(grammar, '"', [b"a"], 1000)) == 302
 
 
 @pytest.mark.parametrize(
-    ("kind", "begin", "most"),
+    ("kind", "begin", "max_length"),
     [
         ("integer", "7", MAX_INTEGER_LENGTH),
         ("integer", "-7", MAX_INTEGER_LENGTH),
@@ -88,25 +88,27 @@ def test_a_string_has_the_length_that_its_schema_asks_for(compiler):
         ("number", "7.5e-7", len("7.5e-77")),
     ],
 )
-@pytest.mark.parametrize("around", ["[]", "{}"])
-def test_a_number_ends_at_the_maximum_length(compiler, kind, begin, most, around):
+@pytest.mark.parametrize("container", ["[]", "{}"])
+def test_a_number_ends_at_the_maximum_length(compiler, kind, begin, max_length, container):
     inner = {"type": kind}
     object_of_one = {"properties": {"a": inner}, "required": ["a"], "type": "object", "additionalProperties": False}
-    grammar = compiler.compile(schema({"type": "array", "items": inner} if around == "[]" else object_of_one))
-    before = "[" if around == "[]" else '{"a":'
+    grammar = compiler.compile(
+        make_schema_spec({"type": "array", "items": inner} if container == "[]" else object_of_one)
+    )
+    before = "[" if container == "[]" else '{"a":'
     text = write(grammar, before + begin, [b"7"], 200)
-    assert most - 1 <= len(text) - len(before) - 1 <= most
+    assert max_length - 1 <= len(text) - len(before) - 1 <= max_length
     json.loads(text)
 
 
 def test_a_number_between_bounds_has_all_its_digits(compiler):
-    most = 2**63 - 1
-    grammar = compiler.compile(schema({"type": "array", "items": {"type": "integer", "maximum": most}}))
-    json.loads(write(grammar, f"[{most}", [b"0"], 60))
+    maximum = 2**63 - 1
+    grammar = compiler.compile(make_schema_spec({"type": "array", "items": {"type": "integer", "maximum": maximum}}))
+    json.loads(write(grammar, f"[{maximum}", [b"0"], 60))
 
 
 @pytest.mark.parametrize(
-    ("items", "begin", "again"),
+    ("items", "begin", "repeated"),
     [
         ({"type": "integer"}, "[", [b"0, "]),
         ({"type": "array", "items": {"type": "number"}}, "[[0, 0", [b"]", b",", b"[", b"0", b",", b"0"]),
@@ -115,9 +117,9 @@ def test_a_number_between_bounds_has_all_its_digits(compiler):
     ],
     ids=["numbers", "rows", "strings", "anything"],
 )
-def test_an_array_may_repeat_its_items(compiler, items, begin, again):
-    grammar = compiler.compile(schema({"type": "array", "items": items}))
-    assert write(grammar, begin, again, 700).count(again[0]) >= 90
+def test_an_array_may_repeat_its_items(compiler, items, begin, repeated):
+    grammar = compiler.compile(make_schema_spec({"type": "array", "items": items}))
+    assert write(grammar, begin, repeated, 700).count(repeated[0]) >= 90
 
 
 @pytest.mark.parametrize(
@@ -125,11 +127,11 @@ def test_an_array_may_repeat_its_items(compiler, items, begin, again):
 )
 def test_nesting_ends_unless_the_schema_requires_more(compiler, form):
     value = {"type": "object", "properties": {"a": {"$ref": "#/$defs/a"}}, "additionalProperties": False}
-    must = {"type": "object", "properties": {"b": {"enum": [0]}}, "required": ["b"], "additionalProperties": False}
+    required = {"type": "object", "properties": {"b": {"enum": [0]}}, "required": ["b"], "additionalProperties": False}
     for _ in range(40):
-        must = {"type": "object", "properties": {"b": must}, "required": ["b"], "additionalProperties": False}
-    defs = {"a": {"anyOf": [value, {"type": "null"}]}, "b": must}
-    grammar = compiler.compile(schema({**form, "$defs": defs}))
+        required = {"type": "object", "properties": {"b": required}, "required": ["b"], "additionalProperties": False}
+    defs = {"a": {"anyOf": [value, {"type": "null"}]}, "b": required}
+    grammar = compiler.compile(make_schema_spec({**form, "$defs": defs}))
     name = "b" if form.get("$ref", "").endswith("b") else "a"
     text = write(grammar, "", [b"{", b'"', name.encode(), b'"', b":"], 600)
     assert text.count(b"{") == (41 if name == "b" else MAX_DEPTH)
@@ -150,7 +152,7 @@ def test_free_text_and_custom_grammars_are_not_terminated(compiler):
 
 
 def test_a_resumed_row_has_the_same_masks(compiler):
-    grammar = compiler.compile(schema({"type": "string"}))
+    grammar = compiler.compile(make_schema_spec({"type": "string"}))
     masks = np.zeros((2, -(-len(TOKENS) // 32)), np.int32)
     tokens = [*b'"' + b"ab" * 60]
     first, second = grammar.start(), grammar.start()
@@ -164,7 +166,7 @@ def test_a_resumed_row_has_the_same_masks(compiler):
 
 
 def test_a_string_that_may_not_end_yet_stops_repeating_itself(compiler):
-    grammar = compiler.compile(schema({"type": "string", "pattern": "^[^=]+=x$"}))
+    grammar = compiler.compile(make_schema_spec({"type": "string", "pattern": "^[^=]+=x$"}))
     text = write(grammar, '"', [b"a"], 1000)
     assert text.count(b"a") == MAX_STUCK_TOKENS
 

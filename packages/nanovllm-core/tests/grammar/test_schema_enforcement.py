@@ -33,13 +33,13 @@ async def test_conversion_does_not_run_in_this_process_and_does_not_block_its_lo
     try:
         # The child process is forked from the vetting process, which the patch does not reach.
         compiling = asyncio.create_task(cache.compile(GrammarSpec("json_schema", source)))
-        others = 0
+        num_loop_turns = 0
         while not compiling.done():
             await asyncio.sleep(0.001)
-            others += 1
+            num_loop_turns += 1
         with pytest.raises(GrammarError, match="^schema at # takes more than 120000 steps"):
             await compiling
-        assert others > 3
+        assert num_loop_turns > 3
         grammar = await cache.compile(GrammarSpec("json_schema", json.dumps(OBJECT)))
         assert grammar.start() is not None
         assert steps == []
@@ -118,7 +118,7 @@ def test_converted_grammar_has_a_maximum_size(monkeypatch):
         convert_grammar(GrammarSpec("json_schema", '{"type": "object"}'))
 
 
-def test_xml_elements_hold_the_values_of_an_object():
+def test_converted_xml_parameters_have_types_and_compile():
     enforceable = convert_grammar(XML)
     assert enforceable.parameter_types == {"#/format/json_schema": XML_TYPES}
     matcher = toy_compiler().compile(enforceable.spec).start()

@@ -23,7 +23,7 @@ def make_vetter() -> Vetter:
 
 
 @pytest.fixture(scope="module")
-def strict():
+def strict_vetter():
     """A vetter with a low time limit."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(vetting, "MAX_SECONDS", 2.0)
@@ -33,21 +33,21 @@ def strict():
     vetter.close()
 
 
-def test_slow_grammar_is_refused_without_delaying_others(strict):
+def test_slow_grammar_is_refused_without_delaying_others(strict_vetter):
     outcomes: list[str] = []
 
     def refuse() -> None:
         with pytest.raises(GrammarError) as caught:
-            strict.vet(SLOW)
+            strict_vetter.vet(SLOW)
         outcomes.append(str(caught.value))
 
-    slow = [threading.Thread(target=refuse) for _ in range(3)]
-    for thread in slow:
+    slow_threads = [threading.Thread(target=refuse) for _ in range(3)]
+    for thread in slow_threads:
         thread.start()
     for _ in range(3):
-        strict.vet(REGEX)
+        strict_vetter.vet(REGEX)
         outcomes.append("quick")
-    for thread in slow:
+    for thread in slow_threads:
         thread.join()
     assert outcomes[:3] == ["quick"] * 3
     assert all(
@@ -57,42 +57,42 @@ def test_slow_grammar_is_refused_without_delaying_others(strict):
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads /proc")
-def test_time_in_which_a_grammar_gets_no_cpu_does_not_count(strict):
+def test_time_in_which_a_grammar_gets_no_cpu_does_not_count(strict_vetter):
     properties = {f"name {index}": {"type": "integer"} for index in range(700)}
     schema = {"type": "object", "properties": properties, "additionalProperties": False}
     thread = threading.Thread(
-        target=lambda: outcomes.append(strict.vet(GrammarSpec("json_schema", json.dumps(schema))))
+        target=lambda: outcomes.append(strict_vetter.vet(GrammarSpec("json_schema", json.dumps(schema))))
     )
     outcomes = []
     thread.start()
-    while not (trials := children(strict.pid)):
+    while not (trial_pids := child_pids(strict_vetter.pid)):
         assert thread.is_alive()
-    os.kill(trials[0], signal.SIGSTOP)
-    # Wait longer than the time limit of `strict`.
+    os.kill(trial_pids[0], signal.SIGSTOP)
+    # Wait longer than the time limit of `strict_vetter`.
     time.sleep(2.5)
     assert outcomes == []
-    os.kill(trials[0], signal.SIGCONT)
+    os.kill(trial_pids[0], signal.SIGCONT)
     thread.join()
     assert outcomes[0].rules
 
 
-def test_killed_process_is_replaced_and_memory_is_limited_and_unexpected_errors_are_reported(strict):
-    before = strict.pid
-    strict._max_bytes = 24 << 20
-    os.kill(before, signal.SIGKILL)
-    strict.vet(REGEX)
-    assert strict.pid != before
+def test_killed_process_is_replaced_and_memory_is_limited_and_unexpected_errors_are_reported(strict_vetter):
+    old_pid = strict_vetter.pid
+    strict_vetter._max_bytes = 24 << 20
+    os.kill(old_pid, signal.SIGKILL)
+    strict_vetter.vet(REGEX)
+    assert strict_vetter.pid != old_pid
     with pytest.raises(GrammarError, match="parenthesis"):
-        strict.vet(GrammarSpec("regex", "(("))
+        strict_vetter.vet(GrammarSpec("regex", "(("))
     with pytest.raises(GrammarError, match="this grammar takes more than 24 MiB to compile"):
-        strict.vet(SLOW)
-    strict.vet(REGEX)
+        strict_vetter.vet(SLOW)
+    strict_vetter.vet(REGEX)
     with pytest.raises(RuntimeError, match="ValidationError: Invalid enum value 'unknown'") as caught:
-        strict.vet(GrammarSpec("unknown", "x"))
+        strict_vetter.vet(GrammarSpec("unknown", "x"))
     assert "in _compile_and_exit" in caught.value.__notes__[0]
-    strict.close()
+    strict_vetter.close()
     with pytest.raises(GrammarError, match="the engine was stopped"):
-        strict.vet(REGEX)
+        strict_vetter.vet(REGEX)
 
 
 PARENT = """
@@ -108,7 +108,7 @@ threading.Event().wait()
 """
 
 
-def children(pid: int) -> list[int]:
+def child_pids(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
@@ -125,11 +125,11 @@ def test_vetting_process_and_its_children_end_with_the_parent():
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": path}) as parent:
         pid = int(parent.stdout.readline())
         deadline = time.monotonic() + 5
-        while not children(pid) and time.monotonic() < deadline:
+        while not child_pids(pid) and time.monotonic() < deadline:
             time.sleep(0.01)
-        trials = children(pid)
-        assert trials
+        trial_pids = child_pids(pid)
+        assert trial_pids
         parent.kill()
-    while any(map(is_running, (pid, *trials))) and time.monotonic() < deadline:
+    while any(map(is_running, (pid, *trial_pids))) and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert not any(map(is_running, (pid, *trials)))
+    assert not any(map(is_running, (pid, *trial_pids)))

@@ -1,4 +1,4 @@
-"""Tests that places with the same next element share a whitespace rule, and that grammars accept the same texts."""
+"""Places with the same next element share one whitespace rule. The merged rules accept the same texts as before."""
 
 import json
 
@@ -32,7 +32,7 @@ TEXTS = [
 WRONG_TEXTS = ['{"inner":{}  }', '{"inner" "', '{"é":[1,,', '{"inner":{"yes":"', "{ , ", '{"inner"  :']
 
 
-def printed(schema: dict) -> str:
+def write_rules(schema: dict) -> str:
     return str(xgrammar.Grammar.from_json_schema(json.dumps(schema), max_whitespace_cnt=1))
 
 
@@ -52,7 +52,8 @@ def masks_along(compiled: xgrammar.CompiledGrammar, tokens: list[int], num_words
 
 @pytest.fixture(scope="module")
 def compilers() -> tuple[xgrammar.GrammarCompiler, list[bytes]]:
-    # Whether a mask allows a token of whitespace and several elements depends on the rule's lookahead.
+    # Some tokens contain whitespace and several elements. Whether a mask allows such a token depends on the rule's
+    # lookahead.
     words = [bytes([byte]) for byte in range(256)]
     words += [b" " + word for word in (b'"', b":", b",", b"}", b"]", b'" :', b', "', b'"inner"', b"true", b"1,")]
     words += [b'":', b'": ', b'",', b'"}', b"}}", b" }}", b" ]", b'{"', b'{ "', b"[ ", b", ", b'":"', b'\n"inner']
@@ -63,10 +64,10 @@ def compilers() -> tuple[xgrammar.GrammarCompiler, list[bytes]]:
 @pytest.mark.parametrize("schema", [SCHEMA, {}, {"type": "array", "items": SCHEMA}], ids=["object", "any", "array"])
 def test_merged_rules_allow_the_same_tokens(compilers, schema):
     compiler, words = compilers
-    text = printed(schema)
-    merged = merge_whitespace_rules(text)
-    assert merged.count(WHITESPACE_BODY) < text.count(WHITESPACE_BODY) / 2
-    before, after = compiler.compile_grammar(text), compiler.compile_grammar(merged)
+    rules = write_rules(schema)
+    merged_rules = merge_whitespace_rules(rules)
+    assert merged_rules.count(WHITESPACE_BODY) < rules.count(WHITESPACE_BODY) / 2
+    before, after = compiler.compile_grammar(rules), compiler.compile_grammar(merged_rules)
     for sample in TEXTS:
         answer = f"[{sample}, {sample}]" if schema.get("type") == "array" else sample
         longest_first = sorted(range(len(words)), key=lambda index: -len(words[index]))
@@ -82,7 +83,7 @@ def test_merged_rules_allow_the_same_tokens(compilers, schema):
 def test_merged_rules_refuse_the_same_texts(compilers):
     compiler, _ = compilers
     before, after = (
-        compiler.compile_grammar(rules) for rules in (printed(SCHEMA), merge_whitespace_rules(printed(SCHEMA)))
+        compiler.compile_grammar(rules) for rules in (write_rules(SCHEMA), merge_whitespace_rules(write_rules(SCHEMA)))
     )
     for text in WRONG_TEXTS:
         assert not accepts(before, text)

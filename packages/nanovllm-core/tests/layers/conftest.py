@@ -1,4 +1,4 @@
-"""Fixtures: the build context of one rank, and those of ranks that split weights but do not communicate."""
+"""Fixtures: the build context of one rank, and the build contexts of ranks that split weights without communicating."""
 
 from collections.abc import Callable
 
@@ -16,7 +16,7 @@ def build() -> BuildContext:
 
 @pytest.fixture
 def ranks() -> Callable[[int], list[BuildContext]]:
-    """Ranks without a communicator, so that a test adds up or joins the ranks' results itself."""
+    """Makes ranks without a communicator. A test adds up or joins the results of the ranks itself."""
 
     def make_builds(size: int) -> list[BuildContext]:
         contexts = [ParallelContext(rank, size) for rank in range(size)]

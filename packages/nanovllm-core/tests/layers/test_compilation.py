@@ -1,4 +1,7 @@
-"""Each result of `compile_for_rows` compiles once for any number of rows. Tracing is real, but generates no code."""
+"""Each result of `compile_for_rows` is compiled once for all numbers of rows above 1.
+
+The tests trace functions with torch.compile, but generate no code.
+"""
 
 import importlib.util
 import os
@@ -9,7 +12,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from nanovllm_core.layers import compilation as module
+from nanovllm_core.layers import compilation as compilation_module
 from nanovllm_core.layers.compilation import compile_for_rows, set_cache_directories
 
 # Names of cache directories, by environment variable.
@@ -26,7 +29,7 @@ CACHE_VARIABLES = {
 def counter(monkeypatch, tmp_path) -> CompileCounterWithBackend:
     """Replaces Inductor, and counts compilations. A second compilation of the same function is an error."""
     counter = CompileCounterWithBackend("aot_eager")
-    monkeypatch.setattr(module, "BACKEND", counter)
+    monkeypatch.setattr(compilation_module, "BACKEND", counter)
     monkeypatch.setenv("NANOVLLM_CACHE", str(tmp_path))
     for name in (*CACHE_VARIABLES, "TORCHINDUCTOR_COMPILE_THREADS"):
         monkeypatch.setenv(name, "")
@@ -35,46 +38,46 @@ def counter(monkeypatch, tmp_path) -> CompileCounterWithBackend:
         yield counter
 
 
-def mixed(rows, others, weights):
+def mix(rows, others, weights):
     return [(rows + others) * weight for weight in weights]
 
 
 def test_one_compilation_serves_any_number_of_rows(counter):
     weights = (torch.randn(8), torch.randn(1))
-    fast = compile_for_rows(mixed, 9)
+    compiled_mix = compile_for_rows(mix, 9)
     for num_rows, count in [(8, 0), (64, 1), (8, 1), (9, 1), (16, 1), (1, 1), (1000, 1)]:
         rows, others = torch.randn(num_rows, 8), torch.randn(num_rows, 8)
-        for found, expected in zip(fast(rows, others, weights), mixed(rows, others, weights), strict=True):
+        for found, expected in zip(compiled_mix(rows, others, weights), mix(rows, others, weights), strict=True):
             torch.testing.assert_close(found, expected)
         assert counter.frame_count == count
 
 
 def test_a_single_row_is_compiled_if_min_rows_is_one(counter):
     weights = (torch.randn(8),)
-    fast = compile_for_rows(mixed, 1)
+    compiled_mix = compile_for_rows(mix, 1)
     with torch._dynamo.config.patch(recompile_limit=2):
         for num_rows in (16, 1, 2, 300, 1):
             rows = torch.randn(num_rows, 8)
-            assert torch.equal(fast(rows, rows, weights)[0], mixed(rows, rows, weights)[0])
+            assert torch.equal(compiled_mix(rows, rows, weights)[0], mix(rows, rows, weights)[0])
     assert counter.frame_count == 2
 
 
 def test_each_result_of_compile_for_rows_is_compiled_separately(counter):
-    compiled = [(compile_for_rows(mixed, 9), torch.randn(width)) for width in (4, 8, 12)]
+    compiled = [(compile_for_rows(mix, 9), torch.randn(width)) for width in (4, 8, 12)]
     for _ in range(2):
-        for fast, weight in compiled:
+        for compiled_mix, weight in compiled:
             rows = torch.randn(20, len(weight))
-            assert torch.equal(fast(rows, rows, (weight,))[0], 2 * rows * weight)
+            assert torch.equal(compiled_mix(rows, rows, (weight,))[0], 2 * rows * weight)
     assert counter.frame_count == 3
 
 
 def test_compiled_code_is_cached_if_the_directory_is_writable(tmp_path, monkeypatch):
-    compile_for_rows(mixed, 9)
+    compile_for_rows(mix, 9)
     assert all(os.environ[name] == str(tmp_path / directory) for name, directory in CACHE_VARIABLES.items())
     for name in CACHE_VARIABLES:
         monkeypatch.delenv(name)
     monkeypatch.setenv("NANOVLLM_CACHE", "/proc/nowhere")
-    compile_for_rows(mixed, 9)
+    compile_for_rows(mix, 9)
     assert not any(os.environ.get(name, "").startswith("/proc") for name in CACHE_VARIABLES)
 
 

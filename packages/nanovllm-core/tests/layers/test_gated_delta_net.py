@@ -39,11 +39,11 @@ def load_layer(layer, tensors):
 def run_layer(layer, norm, x):
     spec = layer.cache_spec
     cache = StateCache(torch.full((2, *spec.recurrent), torch.nan), torch.full((2, *spec.conv_inputs), torch.nan))
-    one, starts = torch.tensor([len(x)], dtype=torch.int32), torch.tensor([0, len(x)], dtype=torch.int32)
+    seq_lens, starts = torch.tensor([len(x)], dtype=torch.int32), torch.tensor([0, len(x)], dtype=torch.int32)
     states = plan_states(
         torch.ones(1, dtype=torch.int32),
         torch.zeros((1, 1, 2), dtype=torch.int32),
-        one,
+        seq_lens,
         starts,
         num_decodes=0,
         max_query_len=len(x),
@@ -52,7 +52,7 @@ def run_layer(layer, norm, x):
     )
     attention = plan_batch(
         torch.zeros((1, 1), dtype=torch.int32),
-        one,
+        seq_lens,
         starts,
         num_decodes=0,
         max_query_len=len(x),
@@ -70,7 +70,7 @@ def test_results_of_all_ranks_add_up_to_that_of_one_rank(build, ranks):
     norm = load_layer(RMSNorm(HIDDEN, 1e-6, build), {"layer.weight": torch.rand(HIDDEN)})
     whole = load_layer(GatedDeltaNet(HIDDEN, SHAPE, 0, build), make_weights())
     assert whole.cache_spec == StateSpec((8, 16, 8), (4, 192))
-    shares = [load_layer(GatedDeltaNet(HIDDEN, SHAPE, 0, each), make_weights()) for each in ranks(2)]
+    shares = [load_layer(GatedDeltaNet(HIDDEN, SHAPE, 0, build_of_rank), make_weights()) for build_of_rank in ranks(2)]
     assert shares[1].cache_spec == StateSpec((4, 16, 8), (4, 96))
     total = sum(run_layer(layer, norm, x) for layer in shares)
     torch.testing.assert_close(total, run_layer(whole, norm, x), atol=1e-4, rtol=1e-4)
@@ -98,8 +98,13 @@ def test_gates_come_after_queries_keys_and_values_on_each_rank(ranks):
         layer = load_layer(GatedQKVLinear(HIDDEN, 4, 2, 8, build, bias=True), tensors | biases)
         own_heads = slice(2 * rank, 2 * rank + 2)
         found = layer(x).split((16, 8, 8, 16), -1)
-        of_queries = torch.einsum("td,hpcd->tphc", x, q[own_heads]) + bias[own_heads].transpose(0, 1)
-        expected = (of_queries[:, 0].flatten(1), x @ k[rank].T, x @ v[rank].T, of_queries[:, 1].flatten(1))
+        queries_and_gates = torch.einsum("td,hpcd->tphc", x, q[own_heads]) + bias[own_heads].transpose(0, 1)
+        expected = (
+            queries_and_gates[:, 0].flatten(1),
+            x @ k[rank].T,
+            x @ v[rank].T,
+            queries_and_gates[:, 1].flatten(1),
+        )
         for part, wanted in zip(found, expected, strict=True):
             torch.testing.assert_close(part, wanted)
 

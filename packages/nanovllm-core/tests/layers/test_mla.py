@@ -37,7 +37,7 @@ def make_weights(shape):
     return {name: torch.randn(size) for name, size in sizes.items()}
 
 
-def naive(x, shape, weights):
+def attend_naively(x, shape, weights):
     """The expected result of `forward`: the paper's equations for each head, in float64."""
     w = {name.removesuffix(".weight"): tensor.double() for name, tensor in weights.items()}
     x = x.double()
@@ -45,7 +45,7 @@ def naive(x, shape, weights):
     def norm(rows, name):
         return rows / (rows.square().mean(-1, keepdim=True) + shape.eps).sqrt() * w[name]
 
-    def rotated(rows):
+    def rotate(rows):
         pairs = rows.view(*rows.shape[:-1], -1, 2)
         if not shape.interleaved:
             pairs = rows.view(*rows.shape[:-1], 2, -1).transpose(-1, -2)
@@ -59,11 +59,11 @@ def naive(x, shape, weights):
         q = norm(x @ w["q_a_proj"].T + w["q_a_proj.bias"], "q_a_layernorm") @ w["q_b_proj"].T
     row = x @ w["kv_a_proj_with_mqa"].T + w["kv_a_proj_with_mqa.bias"]
     latent = norm(row[:, : shape.latent_dim], "kv_a_layernorm")
-    k_rope = rotated(row[:, shape.latent_dim :])
+    k_rope = rotate(row[:, shape.latent_dim :])
     outs = []
     for head_q, rows in zip(q.chunk(shape.num_heads, 1), w["kv_b_proj"].chunk(shape.num_heads), strict=True):
         k, v = (latent @ rows.T).split((shape.key_dim, shape.value_dim), 1)
-        q_rope = rotated(head_q[:, shape.key_dim :])
+        q_rope = rotate(head_q[:, shape.key_dim :])
         scores = (head_q[:, : shape.key_dim] @ k.T + q_rope @ k_rope.T) * shape.scale
         future = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
         outs.append(scores.masked_fill(future, -torch.inf).softmax(-1) @ v)
@@ -83,7 +83,7 @@ def test_a_request_in_two_steps_attends_as_the_paper_says(changes, is_captured):
     load_weights(norm, [(".weight", torch.ones(HIDDEN))])
     x = torch.randn(LENGTH, HIDDEN)
     rotary = RotaryEmbedding(RotaryConfig(100.0), shape.rope_dim, 32, torch.device("cpu"))
-    other, cache = (torch.full((4, BLOCK_SIZE, 1, 14), torch.nan) for _ in range(2))
+    other_cache, cache = (torch.full((4, BLOCK_SIZE, 1, 14), torch.nan) for _ in range(2))
     blocks = torch.tensor([3, 1])
     outputs = []
     for begin, end in ((0, LENGTH - 4), (LENGTH - 4, LENGTH - 1), (LENGTH - 1, LENGTH)):
@@ -108,10 +108,15 @@ def test_a_request_in_two_steps_attends_as_the_paper_says(changes, is_captured):
         slots = blocks[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
         # During capture, layers pass only their queries, so the launch function holds the batch.
         ctx = ForwardContext(
-            None if is_captured else attention, slots, (other, cache), launch_attention=launch if is_captured else None
+            None if is_captured else attention,
+            slots,
+            (other_cache, cache),
+            launch_attention=launch if is_captured else None,
         )
         outputs.append(layer.forward(*layer.project(x[begin:end], norm), rotary.plan(positions), ctx))
     normed = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-6).sqrt()
-    torch.testing.assert_close(torch.cat(outputs).double(), naive(normed, shape, weights), atol=1e-5, rtol=1e-5)
-    assert other.isnan().all()
+    torch.testing.assert_close(
+        torch.cat(outputs).double(), attend_naively(normed, shape, weights), atol=1e-5, rtol=1e-5
+    )
+    assert other_cache.isnan().all()
     assert not cache[3].isnan().any()

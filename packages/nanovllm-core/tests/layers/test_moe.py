@@ -41,8 +41,8 @@ def expert_tensors(prefix: str, names: ExpertNames = MLP_LINEAR_NAMES, width: in
     }
 
 
-def quantized(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Quantise `tensors` as a checkpoint does: all except the router's weight."""
+def quantize_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Quantise the tensors that a checkpoint quantises: all except the router's weight."""
     stored = {}
     for name, tensor in tensors.items():
         if name.endswith("gate.weight"):
@@ -90,7 +90,7 @@ def test_each_rank_has_some_experts_as_wholes(num_ranks, quantization, ranks, ro
     x, weights, ids = routing
     tensors = expert_tensors("experts", width=256)
     if quantization is not None:
-        tensors = quantized(tensors)
+        tensors = quantize_tensors(tensors)
     residual, streams = torch.randn(5, HIDDEN), []
     (single,) = ranks(1)
     whole = Experts(NUM_EXPERTS, HIDDEN, 256, single, quantization=quantization)
@@ -119,7 +119,7 @@ def test_widths_that_ranks_cannot_share_are_refused(ranks):
 @pytest.mark.parametrize(("size", "width"), [(1, 150), (2, 256)])
 def test_quantised_experts_keep_the_scales_of_each_tensor(size, width, ranks, routing):
     x, weights, ids = routing
-    stored = quantized(expert_tensors("experts", width=width))
+    stored = quantize_tensors(expert_tensors("experts", width=width))
     plain = {
         name: dequantize(BlockFP8Weight(tensor, stored[f"{name}_scale_inv"].float()))
         for name, tensor in stored.items()
@@ -157,8 +157,8 @@ def test_a_router_and_its_experts_are_one_feed_forward_layer(bias, name, build):
     ids = (scores + (0 if name is None else tensors[name])).topk(2).indices
     weights = scores.gather(1, ids)
     weights /= weights.sum(-1, keepdim=True)
-    own = {key.removeprefix("mlp."): tensor for key, tensor in tensors.items()}
-    expected = compute_experts(x, weights, ids, own, MLP_LINEAR_NAMES)
+    unprefixed_tensors = {key.removeprefix("mlp."): tensor for key, tensor in tensors.items()}
+    expected = compute_experts(x, weights, ids, unprefixed_tensors, MLP_LINEAR_NAMES)
 
     def forward(*arguments):
         return mlp.forward(arguments[0], ResidualStream(residual.clone()), *arguments[1:]).residual
@@ -174,35 +174,39 @@ def test_shared_expert_is_computed_as_one_more_expert(size, gate, quantization, 
     """The result equals that of a separate shared expert with the same tensors."""
     width, shared = (256, SharedExpertNames("shared_expert", gate))
     tensors = expert_tensors("mlp.experts", width=width) | {"mlp.gate.weight": torch.randn(NUM_EXPERTS, HIDDEN)}
-    own = {name.replace("experts.0", "shared_expert"): 2 * tensors[name] for name in tensors if "experts.0" in name}
+    shared_tensors = {
+        name.replace("experts.0", "shared_expert"): 2 * tensors[name] for name in tensors if "experts.0" in name
+    }
     if quantization is not None:
-        tensors, own = (quantized(plain) for plain in (tensors, own))
+        tensors, shared_tensors = (quantize_tensors(plain) for plain in (tensors, shared_tensors))
     gates = {} if gate is None else {f"mlp.{gate}.weight": torch.randn(1, HIDDEN)}
     x, residual = torch.randn(6, HIDDEN), torch.randn(6, HIDDEN)
-    joint, apart, shared_results = [], [], []
+    fused_streams, routed_streams, shared_results = [], [], []
     for build in ranks(size):
         sizes = (NUM_EXPERTS, HIDDEN, width, build)
         router = Router(HIDDEN, NUM_EXPERTS, ROUTING, build, shared=shared)
         mlp = SparseMLP(router, Experts(*sizes, shared=shared, quantization=quantization))
-        load_weights(nn.ModuleDict({"mlp": mlp}), (tensors | own | gates).items())
-        joint.append(mlp.forward(x, ResidualStream(residual.clone())))
+        load_weights(nn.ModuleDict({"mlp": mlp}), (tensors | shared_tensors | gates).items())
+        fused_streams.append(mlp.forward(x, ResidualStream(residual.clone())))
         assert router.forward(x)[1][:, -1].tolist() == [NUM_EXPERTS] * 6
 
-        chosen = SparseMLP(Router(HIDDEN, NUM_EXPERTS, ROUTING, build), Experts(*sizes, quantization=quantization))
-        load_weights(nn.ModuleDict({"mlp": chosen}), tensors.items())
-        beside = nn.ModuleDict({"shared_expert": GatedMLP(HIDDEN, width, build, quantization=quantization)})
-        load_weights(nn.ModuleDict({"mlp": beside}), own.items())
+        routed = SparseMLP(Router(HIDDEN, NUM_EXPERTS, ROUTING, build), Experts(*sizes, quantization=quantization))
+        load_weights(nn.ModuleDict({"mlp": routed}), tensors.items())
+        separate = nn.ModuleDict({"shared_expert": GatedMLP(HIDDEN, width, build, quantization=quantization)})
+        load_weights(nn.ModuleDict({"mlp": separate}), shared_tensors.items())
         weight = torch.ones(6, 1)
         if gate is not None:
             token_gate = TokenGate(HIDDEN, build)
             load_weights(nn.ModuleDict({"mlp": nn.ModuleDict({gate: token_gate})}), gates.items())
             weight = token_gate.forward(x)
-        apart.append(chosen.forward(x, ResidualStream(residual.clone())))
-        shared_results.append(weight * beside["shared_expert"].compute_partial(x))
-    torch.testing.assert_close(add_up(joint), add_up(apart) + sum(shared_results), rtol=1e-4, atol=1e-3)
-    del own[next(iter(own))]
+        routed_streams.append(routed.forward(x, ResidualStream(residual.clone())))
+        shared_results.append(weight * separate["shared_expert"].compute_partial(x))
+    torch.testing.assert_close(
+        add_up(fused_streams), add_up(routed_streams) + sum(shared_results), rtol=1e-4, atol=1e-3
+    )
+    del shared_tensors[next(iter(shared_tensors))]
     with pytest.raises(WeightError, match=r"lacks 1 of \d+ tensors: mlp\.shared_expert\.gate_proj\.weight \[256, 8\]"):
-        load_weights(nn.ModuleDict({"mlp": mlp}), (tensors | own | gates).items())
+        load_weights(nn.ModuleDict({"mlp": mlp}), (tensors | shared_tensors | gates).items())
 
 
 def test_shared_expert_is_fused_only_if_narrow_and_of_the_same_width_and_format(build, ranks):

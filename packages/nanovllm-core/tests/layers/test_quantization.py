@@ -66,8 +66,8 @@ def test_row_parallel_ranks_split_whole_blocks(ranks, build):
     layer = load_layer(RowParallelLinear(512, 200, build, quantization=FP8), tensors)
     expected = layer(x, ResidualStream(residual.clone())).residual
     streams = []
-    for rank, share in zip(ranks(2), x.chunk(2, 1), strict=True):
-        layer = load_layer(RowParallelLinear(512, 200, rank, quantization=FP8), tensors)
+    for rank_build, share in zip(ranks(2), x.chunk(2, 1), strict=True):
+        layer = load_layer(RowParallelLinear(512, 200, rank_build, quantization=FP8), tensors)
         streams.append(layer(share.contiguous(), ResidualStream(residual)))
     torch.testing.assert_close(add_up(streams), expected, rtol=1e-5, atol=1e-4)
     with pytest.raises(

@@ -63,8 +63,8 @@ def test_two_results_between_norms_are_exchanged_together(ranks, x):
 @pytest.mark.parametrize("num_kv_heads", [1, 2])
 def test_ranks_share_a_key_value_head_if_there_are_fewer_heads(ranks, x, num_kv_heads):
     num_ranks, head_dim = 4, 3
-    heads = [HeadLayout.for_rank(4, num_kv_heads, head_dim, build.parallel) for build in ranks(num_ranks)]
-    assert {(layout.num_heads, layout.num_kv_heads) for layout in heads} == {(1, 1)}
+    layouts = [HeadLayout.for_rank(4, num_kv_heads, head_dim, build.parallel) for build in ranks(num_ranks)]
+    assert {(layout.num_heads, layout.num_kv_heads) for layout in layouts} == {(1, 1)}
     tensors = {f"{name}_proj.weight": torch.randn(num_kv_heads * head_dim, 8) for name in "kv"}
     tensors["q_proj.weight"] = torch.randn(4 * head_dim, 8)
     expected = {name: (x @ tensor.T).unflatten(1, (-1, head_dim)) for name, tensor in tensors.items()}

@@ -25,7 +25,8 @@ class Decodes:
     that the draft model's cache still lacks.
     draft_share, proposal_share, late_share, late_pass_share: time per verified draft, per step that proposes, per late
         entry and per step with late entries. The unit is the time of a step without drafts.
-    num_steps: number of steps so far. extra_steps: total of these four times so far, in the same unit.
+    num_steps: number of steps so far. extra_steps: time that drafts, proposals and late entries have taken so far, in
+        the same unit.
     """
 
     def __init__(
@@ -129,10 +130,10 @@ MEASURED_SHARES = {1: (0.03, 0.79, 2.4, 0.001), 64: (0.0015, 1.12, 2.0, 0.001), 
 def test_rejected_drafts_of_a_model_cost_less_than_three_percent_of_512_tokens(num_requests):
     draft_share, *shares = MEASURED_SHARES[num_requests]
     names = ("proposal_share", "late_pass_share", "late_share")
-    shares = {**dict(zip(names, shares, strict=True)), "prompt_len": 500}
+    options = {**dict(zip(names, shares, strict=True)), "prompt_len": 500}
     # The default limit, and a limit at which 256 requests may have drafts.
     for max_step_tokens in (256, 2048):
-        decodes = Decodes(draft_share, num_requests, max_step_tokens, **shares)
+        decodes = Decodes(draft_share, num_requests, max_step_tokens, **options)
         for _ in range(3):
             extra_before = decodes.extra_steps
             decodes.run_steps(512, accepts=False)

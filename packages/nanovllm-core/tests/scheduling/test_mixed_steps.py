@@ -80,7 +80,7 @@ def test_a_prompt_with_little_left_to_compute_goes_before_one_with_fewer_tokens(
         run_step(scheduler)
     add_request(scheduler, 1, 300, token=3)
     add_request(scheduler, 2, 1650)
-    # Of the third prompt, 1,600 tokens are cached.
+    # The cache has 1,600 tokens of the third prompt.
     assert run_step_by_key(scheduler)[2] == 50
 
 
@@ -207,7 +207,7 @@ def test_a_chunk_drops_a_mostly_idle_last_round_if_attention_takes_most_of_the_t
 
 @pytest.mark.parametrize(("limit_s", "expected"), [(0.0190, 928), (0.0165, 512)])
 def test_a_chunk_is_cut_where_its_last_round_of_attention_would_exceed_the_limit(limit_s, expected):
-    # The number of attention pairs predicts less than 19 ms for 960 tokens, but with whole rounds only 928 fit.
+    # A prediction from the number of attention pairs is below 19 ms for 960 tokens. With whole rounds, only 928 fit.
     # With 16.5 ms, round 2 would be mostly idle, so the chunk ends after round 1 (512 tokens).
     scheduler = make_fitted_scheduler(
         StepLimits(8192, prompt_step_limit_s=limit_s, attention_estimator=ESTIMATOR), 1e-5, 2e-8

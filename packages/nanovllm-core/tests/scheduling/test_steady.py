@@ -31,7 +31,7 @@ def make_scheduler(num_blocks: int, max_num_seqs: int, max_tokens: int, *, prefi
 
 
 def make_decoding_scheduler(num_requests: int, *, prefix_caching: bool) -> Scheduler:
-    """A scheduler of requests that have their first output token, and a block with space for the next ten."""
+    """A scheduler of requests that have one output token each, and whose last block has space for ten more tokens."""
     scheduler = make_scheduler(4 * num_requests, num_requests, 64 * num_requests, prefix_caching=prefix_caching)
     for key in range(num_requests):
         request = Request(f"r{key}", [2 + key] * 36, SamplingParams(stop_token_ids=(0,)))
@@ -127,7 +127,7 @@ def test_consecutive_decode_steps_of_the_same_requests_share_their_rows():
     results = StepResults(np.array([7, 8], np.int32), ())
     scheduler.complete(first, results)
     scheduler.abort(1)
-    # The step in flight still refers to the row. After it, the row and the key are free.
+    # The step in flight still refers to the row. After this step, the row and the key are free.
     assert scheduler.complete(second, results).keys == [0]
     newcomer = RequestState(1, Request("r1", [9], SamplingParams()))
     scheduler.add(newcomer)

@@ -89,7 +89,10 @@ class SimulatedEngine:
         self.scheduler.add(RequestState(key, request))
 
     def step(self) -> bool:
-        """Launch at most `max_steps_in_flight` steps, then wait for the oldest. Returns False if none is in flight."""
+        """Launch steps until `max_steps_in_flight` are in flight or no step can be scheduled. Wait for the oldest step.
+
+        Returns False if no step is in flight.
+        """
         while len(self.in_flight) < self.max_steps_in_flight and (step := self.scheduler.schedule()) is not None:
             seconds = true_seconds(step.work) * self.rng.uniform(1 - self.noise, 1 + self.noise)
             self.device_idle_at = max(self.device_idle_at, self.now) + seconds
@@ -149,10 +152,10 @@ def test_a_short_prompt_beside_a_long_one_waits_for_at_most_three_steps():
         if engine.now > 0.3 * key:
             key += 1
             engine.add(key, 100, 1)
-            arrived = engine.now
+            arrival_s = engine.now
         engine.step()
         if key in engine.first_token_times:
-            waits.append(engine.first_token_times[key] - arrived)
+            waits.append(engine.first_token_times[key] - arrival_s)
     assert len(waits) > 15
     assert max(waits) <= 3 * PROMPT_STEP_LIMIT_S * (1 + MAX_EXCESS)
 
@@ -198,16 +201,16 @@ def test_a_more_urgent_request_is_served_first_even_if_it_is_longer():
     assert engine.first_token_times[1] < engine.first_token_times[0]
 
 
-def test_an_aborted_long_prompt_computes_for_two_more_steps_at_most():
+def test_no_step_is_launched_for_an_aborted_long_prompt():
     engine = SimulatedEngine(4)
     engine.add(0, 100_000, 1)
     for _ in range(5):
         engine.step()
-    before = len(engine.steps)
+    num_steps_before = len(engine.steps)
     engine.scheduler.abort(0)
     while engine.step():
         pass
-    assert len(engine.steps) == before
+    assert len(engine.steps) == num_steps_before
     assert engine.scheduler.caches[0].pool.num_free == engine.scheduler.caches[0].pool.num_blocks
 
 

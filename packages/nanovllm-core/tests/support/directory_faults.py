@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-MAX_FAULT_S = 0.05  # how long a fault of the whole directory lasts
-UNPRIVILEGED_USER = 65534  # root could write to a read-only directory
+MAX_FAULT_S = 0.05  # maximum duration of a fault of the whole directory
+UNPRIVILEGED_USER = 65534  # the processes run as this user, because root could write to a read-only directory
 
 
 def give_to_unprivileged_user(directory: Path) -> None:
@@ -48,7 +48,7 @@ class DirectoryFaults:
         self.num_added_bytes = 0
 
     def inject(self, name: str) -> bool:
-        """Inject the fault `name` of FAULTS. Returns False if the engines have evicted the file meanwhile."""
+        """Inject the fault `name` of FAULTS. Returns False if the chosen file, or every file, has been evicted."""
         try:
             FAULTS[name](self)
         except FileNotFoundError:

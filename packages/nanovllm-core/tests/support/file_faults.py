@@ -54,7 +54,7 @@ def use_files(directory: Path, identity: bytes, seed: int, pipe: Connection) -> 
     rng, totals = random.Random(seed), Counter()
     hashes = [hashlib.sha256(b"%d" % number).digest() for number in range(NUM_HASHES)]
     payloads = {block_hash: make_payload(identity, block_hash) for block_hash in hashes}
-    into = memoryview(bytearray(PAYLOAD_BYTES))
+    buffer = memoryview(bytearray(PAYLOAD_BYTES))
     files = BlockFiles(directory, MAX_BYTES, identity, PAYLOAD_BYTES)
     pipe.send(load_secret(directory))
     while not pipe.poll():
@@ -63,14 +63,14 @@ def use_files(directory: Path, identity: bytes, seed: int, pipe: Connection) -> 
         if action < 0.001:
             files.clear()
         elif action < 0.01:
-            # As on a full disk, a file can be written only in part.
+            # Limit the file size, so that only a part of the file is written, as on a full disk.
             resource.setrlimit(resource.RLIMIT_FSIZE, (rng.randrange(MAX_FILE_BYTES), resource.RLIM_INFINITY))
             files.write(block_hash, memoryview(payloads[block_hash]))
             resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         elif action < 0.5:
             files.write(block_hash, memoryview(payloads[block_hash]))
-        elif files.read(block_hash, into):
-            totals["num_wrong"] += into != payloads[block_hash]
+        elif files.read(block_hash, buffer):
+            totals["num_wrong"] += buffer != payloads[block_hash]
     files.close()
     totals.update(asdict(files.counts))
     pipe.send(totals)
@@ -90,11 +90,11 @@ class Campaign:
         self.totals: Counter[str] = Counter()
 
     def _start(self, index: int) -> tuple[ForkServerProcess, Connection]:
-        pipe, childs_pipe = self._context.Pipe()
-        arguments = self._directory, b"%d" % (index % 2), self._rng.getrandbits(32), childs_pipe
+        pipe, child_pipe = self._context.Pipe()
+        arguments = self._directory, b"%d" % (index % 2), self._rng.getrandbits(32), child_pipe
         process = self._context.Process(target=use_files, args=arguments)
         process.start()
-        childs_pipe.close()
+        child_pipe.close()
         # Wait until the process has started, because a later fault could make the start fail.
         assert pipe.recv() == (self._directory / "secret").read_bytes()
         return process, pipe
@@ -153,8 +153,8 @@ class Campaign:
             files = BlockFiles(self._directory, MAX_BYTES, b"0", PAYLOAD_BYTES)
             assert files.indexed.wait(60)
             files.close()
-        left = [path for path in self._directory.rglob("*") if path.name.startswith(("temporary", "writer"))]
-        assert not left, f"files of ended processes remain: {left}"
+        remaining = [path for path in self._directory.rglob("*") if path.name.startswith(("temporary", "writer"))]
+        assert not remaining, f"files of ended processes remain: {remaining}"
 
     def kill_processes(self) -> None:
         for process, _ in self._processes:

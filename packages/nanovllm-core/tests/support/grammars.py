@@ -65,7 +65,7 @@ def text_of(tokens: Sequence[int]) -> bytes:
     return b"".join(pieces[token] for token in tokens)
 
 
-def is_object(text: bytes) -> bool:
+def matches_object_schema(text: bytes) -> bool:
     try:
         value = json.loads(text)
     except ValueError:
@@ -81,7 +81,7 @@ def is_object(text: bytes) -> bool:
     )
 
 
-def is_list(text: bytes) -> bool:
+def matches_ebnf(text: bytes) -> bool:
     # Replace innermost lists by an item until no list is left.
     while (shorter := re.sub(rb"\([a-c](,[a-c])*\)", b"a", text)) != text:
         text = shorter
@@ -90,13 +90,13 @@ def is_list(text: bytes) -> bool:
 
 def is_tagged(text: bytes) -> bool:
     _, tag, rest = text.partition(b"</think>")
-    return tag != b"" and is_object(rest)
+    return tag != b"" and matches_object_schema(rest)
 
 
 CHECKS: dict[GrammarSpec, Callable[[bytes], bool]] = {
-    JSON: is_object,
+    JSON: matches_object_schema,
     REGEX: lambda text: re.fullmatch(rb"(ab|x[0-9]{2}){3,5}", text) is not None,
-    EBNF: is_list,
+    EBNF: matches_ebnf,
     TAG: is_tagged,
 }
 
@@ -107,7 +107,8 @@ def toy_compiler() -> Compiler:
 
 
 class SharedVetter(Vetter):
-    """A vetter of the toy vocabulary that outlives the engines which use it: its process takes seconds to start."""
+    """A vetter of the toy vocabulary that engines share. Engines can't start or close it: its process takes
+    seconds to start."""
 
     def __init__(self) -> None:
         super().__init__(toy_model.toy_vocabulary, toy_model.VOCAB)

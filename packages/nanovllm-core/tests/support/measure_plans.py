@@ -29,12 +29,12 @@ def schedule(num_rows: int) -> ScheduledRows:
 def receive(ring: PlanRing, num_plans: int, results: Connection) -> None:
     """Send the times at which each plan was decoded, in ns of the system's monotonic clock."""
     reader, decoder = ring.open_reader(0, spins=True), PlanDecoder()
-    times = np.zeros(num_plans, np.int64)
+    times_ns = np.zeros(num_plans, np.int64)
     results.send(None)
     for index in range(num_plans):
         decoder.decode(reader.read())
-        times[index] = time.monotonic_ns()
-    results.send(times)
+        times_ns[index] = time.monotonic_ns()
+    results.send(times_ns)
 
 
 def measure(num_rows: int, num_plans: int, *, changes_rows: bool) -> None:
@@ -43,13 +43,13 @@ def measure(num_rows: int, num_plans: int, *, changes_rows: bool) -> None:
     process = context.Process(target=receive, args=(ring, num_plans, write_end))
     process.start()
     read_end.recv()
-    publisher, scheduled, sent = PlanPublisher(ring.open_writer(lambda: None)), schedule(num_rows), []
+    publisher, scheduled, sent_ns = PlanPublisher(ring.open_writer(lambda: None)), schedule(num_rows), []
     for index in range(num_plans):
         time.sleep(INTERVAL_S)
         plan = make_plan(index, schedule(num_rows) if changes_rows else scheduled)
-        sent.append(time.monotonic_ns())
+        sent_ns.append(time.monotonic_ns())
         publisher.publish(plan, 0)
-    delays_us = (read_end.recv() - np.array(sent)) / 1e3
+    delays_us = (read_end.recv() - np.array(sent_ns)) / 1e3
     process.join()
     kind = "other rows in each step" if changes_rows else "the same rows"
     median, p99 = np.percentile(delays_us, (50, 99))

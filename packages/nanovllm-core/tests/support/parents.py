@@ -11,8 +11,8 @@ from toy_model import toy_spec
 from nanovllm_core import EngineClient, EngineConfig, EngineProcess, ModelSpec
 
 
-def load_slowly(begun: Path) -> tuple[ModelSpec, EngineConfig]:
-    begun.touch()
+def load_slowly(begun_path: Path) -> tuple[ModelSpec, EngineConfig]:
+    begun_path.touch()
     time.sleep(600)
     return load_quickly()
 
@@ -21,13 +21,13 @@ def load_quickly() -> tuple[ModelSpec, EngineConfig]:
     return toy_spec(), EngineConfig(device="cpu", num_blocks=16, max_num_seqs=2)
 
 
-async def main(phase: str, begun: Path) -> None:
-    """Start an engine, print its process id, and never end; `begun` exists once the engine is in `phase`."""
-    engine = EngineProcess(partial(load_slowly, begun) if phase == "loading" else load_quickly)
+async def main(phase: str, begun_path: Path) -> None:
+    """Start an engine, print its process id, and keep running. Create `begun_path` when the engine is in `phase`."""
+    engine = EngineProcess(partial(load_slowly, begun_path) if phase == "loading" else load_quickly)
     print(engine.pid, flush=True)
     if phase == "serving":
         await EngineClient.adopt(engine)
-        await asyncio.to_thread(begun.touch)
+        await asyncio.to_thread(begun_path.touch)
     await asyncio.sleep(600)
 
 

@@ -1,4 +1,4 @@
-"""A process that reads messages from a plan ring. The process must be able to import this module."""
+"""The function of a process that reads messages from a plan ring. The process imports this module."""
 
 import hashlib
 import time

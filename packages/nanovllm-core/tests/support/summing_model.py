@@ -67,7 +67,8 @@ class SummingLM:
 
 
 class SummingHead:
-    """Adds the next token to the sum. The prediction is wrong if the entries of the head's cache have another sum."""
+    """Adds the next token to the sum. The prediction is wrong if the head's cache entries and the first
+    token have another sum."""
 
     def forward(self, input_ids: Tensor, positions: Tensor, hidden: Tensor, ctx: ForwardContext) -> Tensor:
         own_sums, _ = sum_entries(input_ids, ctx, 1, 1)

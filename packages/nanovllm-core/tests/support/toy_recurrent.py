@@ -36,8 +36,8 @@ class RecurrentLM(ToyLM):
         x = super().forward(input_ids, positions, ctx)
         (cache,) = ctx.state_caches
         qkvz, ba = functional.linear(x, self.qkvz), functional.linear(x, self.ba)
-        found = gated_delta_net(qkvz, ba, self.delta, cache.recurrent, cache.conv_inputs, ctx.state_batch)
-        return x + functional.linear(found, self.out)
+        delta_output = gated_delta_net(qkvz, ba, self.delta, cache.recurrent, cache.conv_inputs, ctx.state_batch)
+        return x + functional.linear(delta_output, self.out)
 
     def cache_specs(self) -> tuple[CacheSpec, ...]:
         return *super().cache_specs(), StateSpec((VALUE_HEADS, VALUE_DIM, KEY_DIM), (TAPS, CHANNELS))
@@ -81,5 +81,5 @@ class Oracle:
         spec = model.cache_specs()[-1]
         states = [torch.full((2, *shape), torch.nan) for shape in spec]
         qkvz, ba = functional.linear(x, model.qkvz), functional.linear(x, model.ba)
-        found = gated_delta_net(qkvz, ba, model.delta, *states, batch)
-        return functional.linear(x[-1] + functional.linear(found[-1], model.out), model.head.weight)
+        delta_output = gated_delta_net(qkvz, ba, model.delta, *states, batch)
+        return functional.linear(x[-1] + functional.linear(delta_output[-1], model.out), model.head.weight)

@@ -1,4 +1,4 @@
 """Operators for LLM inference, as functions on torch tensors.
 
-A subpackage's `__init__.py` has the public functions, `*_reference.py` plain torch, `triton_*.py` CUDA kernels.
+A subpackage has its public functions in `__init__.py`, plain torch in `*_reference.py`, CUDA kernels in `triton_*.py`.
 """

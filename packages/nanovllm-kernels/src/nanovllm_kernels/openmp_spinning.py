@@ -45,7 +45,7 @@ class ShortSpins(contextlib.AbstractContextManager["ShortSpins"]):
     def __init__(self) -> None:
         self._stop = threading.Event()
         self._has_started = threading.Event()
-        self._thread = threading.Thread(target=self._run_team, name="nanovllm-spins", daemon=True)
+        self._thread = threading.Thread(target=self._hold_additional_threads, name="nanovllm-spins", daemon=True)
         self._thread.start()
         self._has_started.wait()
 
@@ -54,7 +54,7 @@ class ShortSpins(contextlib.AbstractContextManager["ShortSpins"]):
         self._stop.set()
         self._thread.join()
 
-    def _run_team(self) -> None:
+    def _hold_additional_threads(self) -> None:
         library = ctypes.CDLL(None)
         num_additional_threads = len(os.sched_getaffinity(0)) - torch.get_num_threads() + 1
         # The runtime requires a function to call. The call is free(NULL), which does nothing.

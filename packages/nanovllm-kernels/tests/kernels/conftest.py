@@ -1,7 +1,8 @@
 """Runs the Triton kernels compiled on a GPU, or under Triton's interpreter if TRITON_INTERPRET=1 is set.
 
-Without this variable, all tests here are marked `gpu`. `tests/test_interpreter.py` starts the interpreter's run.
-Tests that their own file marks `gpu` are too large for the interpreter.
+Without this variable, all tests here are marked `gpu`. `tests/conftest.py` starts a run of these tests under the
+interpreter, and `tests/test_interpreter.py` checks its result. If a test's own file marks the test `gpu`, the test is
+too large for the interpreter.
 """
 
 import os
@@ -35,7 +36,7 @@ def device() -> str:
 
 @pytest.fixture(autouse=True)
 def interpreter_that_rounds_to_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fix Triton 3.6's interpreter: rounding to a type that numpy lacks loses a carry (31.5 becomes 16, not 32)."""
+    """Fix Triton 3.6's interpreter: it loses a carry when it rounds to a type that numpy lacks (31.5 becomes 16)."""
     if not INTERPRETED:
         return
     import triton.language as tl
@@ -78,7 +79,7 @@ def changed_interpreter() -> None:
 
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the sort of (token, expert) pairs split few pairs into several parts."""
+    """Make `triton_sort` split even a few (token, expert) pairs into several parts."""
     from nanovllm_kernels.moe import triton_sort
 
     sizes = {"MAX_SINGLE_PART_PAIRS": 32, "SMALL_PART_PAIRS": 32, "MAX_SMALL_PARTS": 3}

@@ -72,12 +72,14 @@ def test_fp8_cache_in_many_parts_is_merged(device, paged_batch, quantized, naive
     check_attention(quantized(batch), naive_attention)
 
 
-@pytest.mark.parametrize("size", [1e-20, 1e4, 1e8])
-def test_fp8_cache_supports_queries_of_any_magnitude(device, paged_batch, quantized, naive_attention, size):
+@pytest.mark.parametrize("query_factor", [1e-20, 1e4, 1e8])
+def test_fp8_cache_supports_queries_of_any_magnitude(device, paged_batch, quantized, naive_attention, query_factor):
     batch = paged_batch(
         MIXED_REQUESTS, num_heads=4, num_kv_heads=2, head_dim=64, page_size=16, dtype=torch.bfloat16, device=device
     )
-    check_attention(quantized(replace(batch, q=batch.q * size, scale=batch.scale / size)), naive_attention)
+    check_attention(
+        quantized(replace(batch, q=batch.q * query_factor, scale=batch.scale / query_factor)), naive_attention
+    )
 
 
 # (query_len, context) of decodes, decodes with drafts, short chunks over long contexts, prompts, and unused entries.
@@ -341,7 +343,7 @@ SPLIT_MIXES = [
 @pytest.mark.parametrize("requests", SPLIT_MIXES)
 @pytest.mark.parametrize("backend", ["flash", "fastest"])
 @pytest.mark.parametrize("knows_decodes", [False, True])
-def test_chunks_are_split_between_flash_attention_and_work_lists(
+def test_chunks_around_the_work_list_limits_match_float64(
     device, paged_batch, naive_attention, requests, backend, knows_decodes
 ):
     batch = paged_batch(
@@ -351,16 +353,14 @@ def test_chunks_are_split_between_flash_attention_and_work_lists(
     batch.kv_cache.nan_to_num_()
     out = attend(batch, knows_decodes=knows_decodes, backend=backend)
     torch.testing.assert_close(out.double(), naive_attention(batch), atol=2e-2, rtol=0)
-    by_triton = attend(batch, knows_decodes=knows_decodes)
-    torch.testing.assert_close(out.float(), by_triton.float(), atol=2e-2, rtol=0)
+    triton_out = attend(batch, knows_decodes=knows_decodes)
+    torch.testing.assert_close(out.float(), triton_out.float(), atol=2e-2, rtol=0)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not has_flash_attention(), reason="needs the extra flash-attn and a Hopper GPU")
 @pytest.mark.parametrize("knows_decodes", [False, True])
-def test_short_prompts_are_split_between_flash_attention_and_work_lists(
-    device, paged_batch, naive_attention, knows_decodes
-):
+def test_many_short_prompts_beside_a_chunk_match_float64(device, paged_batch, naive_attention, knows_decodes):
     requests = [(1, 70), *[(20 + 3 * index, 20 + 3 * index) for index in range(40)], (600, 700)]
     batch = paged_batch(
         requests, num_heads=8, num_kv_heads=2, head_dim=128, page_size=16, dtype=torch.bfloat16, device=device

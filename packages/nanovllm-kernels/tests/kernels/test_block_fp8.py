@@ -21,11 +21,11 @@ TOLERANCE = {torch.float32: 1e-5 if os.environ.get("TRITON_INTERPRET") == "1" el
 def make_weight(num_rows, width, device, block_rows=128):
     """Return a random weight in the layout of `empty_weight`. Each block has a random scale. Counters are 0."""
     data, scales = quantize_blocks(torch.randn(num_rows, width, device=device) * 0.1)
-    groups = scales.shape[1]
-    laid_out = torch.full((-(-num_rows // block_rows), -(-groups // 4) * 4), torch.nan, device=device)
-    laid_out[:, :groups] = torch.rand((laid_out.shape[0], groups), device=device) * 1e-3 + 1e-4
+    num_groups = scales.shape[1]
+    padded_scales = torch.full((-(-num_rows // block_rows), -(-num_groups // 4) * 4), torch.nan, device=device)
+    padded_scales[:, :num_groups] = torch.rand((padded_scales.shape[0], num_groups), device=device) * 1e-3 + 1e-4
     counters = torch.zeros(tiles.num_fp8_counters(num_rows), dtype=torch.int32, device=device)
-    return BlockFP8Weight(data, laid_out[:, :groups], block_rows, counters)
+    return BlockFP8Weight(data, padded_scales[:, :num_groups], block_rows, counters)
 
 
 def round_inputs(x):
@@ -62,21 +62,21 @@ def check(
 ):
     """Compare with the reference.
 
-    num_columns: of the result. residual_dtype: dtype of `x` and the residual; None: `dtype`.
+    num_columns: number of the result's columns. residual_dtype: dtype of `x` and the residual; None: `dtype`.
     """
 
     def draw(*shape, dtype=dtype):
         return torch.randn(shape, device=device).to(dtype)
 
-    rows = num_columns * (2 if gated else 1)
+    num_weight_rows = num_columns * (2 if gated else 1)
     x, weight = (
         draw(num_rows, width + 16, dtype=residual_dtype or dtype)[:, :width],
-        make_weight(rows, width, device, block_rows),
+        make_weight(num_weight_rows, width, device, block_rows),
     )
-    norm_weight, bias_vector = draw(width), draw(rows)
+    norm_weight, bias_vector = draw(width), draw(num_weight_rows)
     added = draw(num_rows, num_columns, dtype=residual_dtype or dtype)
-    numbers = round_inputs(functional.rms_norm(x.float(), (width,), norm_weight.float(), 1e-5) if norm else x)
-    expected = numbers @ block_fp8.dequantize(weight).double().T
+    rounded_x = round_inputs(functional.rms_norm(x.float(), (width,), norm_weight.float(), 1e-5) if norm else x)
+    expected = rounded_x @ block_fp8.dequantize(weight).double().T
     if bias:
         expected += bias_vector.double()
     if gated:
@@ -110,7 +110,7 @@ def test_norm_gate_bias_and_residual_match_reference(device, num_rows, dtype):
         check(num_rows, 96, 300, dtype, device, norm=norm, bias=residual, residual=residual, gated=gated)
 
 
-def test_float32_stream_matches_reference(device):
+def test_float32_residual_stream_matches_reference(device):
     for norm, residual in ((True, False), (False, True)):
         settings = {"norm": norm, "bias": False, "residual": residual, "gated": norm}
         check(3, 64, 256, torch.bfloat16, device, **settings, residual_dtype=torch.float32)

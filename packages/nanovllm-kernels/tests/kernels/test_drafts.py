@@ -13,7 +13,10 @@ def ints(device, *values):
 
 
 def make_tables(num_rows, max_len, alphabet, device):
-    """Return token ids below `alphabet`, and counts of computed tokens. Among more than 3 rows, two are almost full."""
+    """Return token ids below `alphabet`, and counts of computed tokens.
+
+    If there are more than 3 rows, row 0 is full and row 1 is almost full.
+    """
     tokens = torch.randint(0, alphabet, (num_rows, max_len), dtype=torch.int32)
     num_computed = torch.randint(0, max_len + 1, (num_rows,), dtype=torch.int32)
     if num_rows > 3:
@@ -22,7 +25,10 @@ def make_tables(num_rows, max_len, alphabet, device):
 
 
 def check_proposal(num_reqs, max_len, alphabet, sizes, device):
-    """sizes: num_drafts, min_match, max_match. Returns the number of drafts of the first request."""
+    """Compare with the reference. Returns the number of drafts of the first request.
+
+    sizes: num_drafts, min_match, max_match.
+    """
     tokens, num_computed = make_tables(num_reqs + 1, max_len, alphabet, device)
     rows = torch.randperm(num_reqs + 1, device=device)[:num_reqs].to(torch.int32)
     is_sampled = (torch.rand(num_reqs, device=device) < 0.8).to(torch.int32)
@@ -76,14 +82,14 @@ def test_small_proposals_match_reference(device, num_reqs, max_len, alphabet, si
     check_proposal(num_reqs, max_len, alphabet, sizes, device)
 
 
-def test_few_pieces_search_several_blocks_each(device, monkeypatch):
+def test_few_and_many_pieces_match_reference(device, monkeypatch):
     from nanovllm_kernels.request_tables import triton_drafts
 
     torch.manual_seed(0)
     monkeypatch.setattr(triton_drafts, "SEARCH_BLOCK", 16)
     monkeypatch.setattr(triton_drafts, "MAX_SEARCH_PROGRAMS", 12)
     assert check_proposal(6, 150, 3, (4, 2, 5), device) == 4
-    # Use more pieces than the kernel reads at a time when it copies drafts.
+    # The kernel that copies drafts reads PIECE_BLOCK pieces at a time. Use more pieces than that.
     monkeypatch.setattr(triton_drafts, "MAX_SEARCH_PROGRAMS", 600)
     monkeypatch.setattr(triton_drafts, "PIECE_BLOCK", 4)
     assert check_proposal(3, 300, 3, (4, 2, 5), device) == 4
@@ -140,7 +146,7 @@ def test_rows_beyond_32_bit_offsets_are_read_and_written(device):
 
 
 @pytest.mark.gpu
-def test_captured_steps_repeat_and_accept_text(device):
+def test_captured_steps_propose_and_accept_drafts(device):
     # The model repeats the four tokens of the prompt, so each replay accepts three drafts.
     tokens = torch.zeros((2, 64), dtype=torch.int32, device=device)
     tokens[1, :8] = ints(device, 5, 6, 7, 8, 5, 6, 7, 8)

@@ -18,15 +18,15 @@ def check(
 ):
     """Compare with the reference.
 
-    num_columns: of the result. residual_dtype: dtype of `x` and the residual; None: `dtype`.
+    num_columns: number of the result's columns. residual_dtype: dtype of `x` and the residual; None: `dtype`.
     """
 
     def draw(*shape, dtype=dtype):
         return torch.randn(shape, device=device).to(dtype)
 
-    rows = num_columns * (2 if gated else 1)
-    x, weight = draw(num_rows, width + 16, dtype=residual_dtype or dtype)[:, :width], draw(rows, width) * 0.1
-    norm_weight, bias_vector = draw(width), draw(rows)
+    num_weight_rows = num_columns * (2 if gated else 1)
+    x, weight = draw(num_rows, width + 16, dtype=residual_dtype or dtype)[:, :width], draw(num_weight_rows, width) * 0.1
+    norm_weight, bias_vector = draw(width), draw(num_weight_rows)
     added = draw(num_rows, num_columns, dtype=residual_dtype or dtype)
     expected = x.double()
     if norm:
@@ -65,7 +65,7 @@ def test_small_products_match_float64(device, dtype, num_rows):
 
 
 @pytest.mark.parametrize("num_rows", [1, 3])
-def test_float32_stream_matches_float64(device, num_rows):
+def test_float32_residual_stream_matches_float64(device, num_rows):
     for norm, gated, residual in itertools.product((False, True), repeat=3):
         settings = {"norm": norm, "bias": False, "residual": residual, "gated": gated}
         check(num_rows, 37, 576, torch.float16, device, **settings, residual_dtype=torch.float32)
@@ -139,11 +139,13 @@ def check_split(num_rows, num_columns, width, dtype, device, *, bias, residual, 
     assert (results[0].double() - expected).norm() < TOLERANCE[dtype] * expected.norm()
 
 
-@pytest.mark.parametrize(("num_rows", "extras"), [(9, False), (17, True), (70, True)])
-def test_small_split_products_match_float64(device, num_rows, extras):
+@pytest.mark.parametrize(("num_rows", "has_addends"), [(9, False), (17, True), (70, True)])
+def test_small_split_products_match_float64(device, num_rows, has_addends):
     assert tiles.is_split_faster(64, 2048)
-    check_split(num_rows, 64, 2048, torch.float16, device, bias=extras, residual=extras)
-    check_split(num_rows, 64, 2048, torch.float16, device, bias=False, residual=extras, residual_dtype=torch.float32)
+    check_split(num_rows, 64, 2048, torch.float16, device, bias=has_addends, residual=has_addends)
+    check_split(
+        num_rows, 64, 2048, torch.float16, device, bias=False, residual=has_addends, residual_dtype=torch.float32
+    )
 
 
 @pytest.mark.gpu
@@ -156,7 +158,7 @@ def test_large_split_products_match_float64(device, dtype, num_rows):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_rows", [1, 9, 64, 256, 300])
-def test_float32_stream_is_not_rounded_to_weight_dtype(device, num_rows):
+def test_float32_residual_stream_is_not_rounded_to_weight_dtype(device, num_rows):
     """Kernels add unrounded float32 products to a float32 residual stream, although weights are bfloat16."""
     width = 576
     stream = torch.randn(num_rows, width, device=device)

@@ -9,33 +9,35 @@ from nanovllm_kernels.linear_attention import gated_delta_net, linear_attention_
 
 OPS = torch.ops.nanovllm
 
-CLOSE = {torch.float32: {"atol": 3e-5, "rtol": 3e-5}, torch.float16: {"atol": 1e-2, "rtol": 1e-2}} | {
+TOLERANCE = {torch.float32: {"atol": 3e-5, "rtol": 3e-5}, torch.float16: {"atol": 1e-2, "rtol": 1e-2}} | {
     torch.bfloat16: {"atol": 6e-2, "rtol": 6e-2}
 }
 
 
-def check_close(found, expected, close):
-    """Compare element by element, or by the norm of the difference if `close` is a number."""
-    if isinstance(close, dict):
+def check_close(found, expected, tolerance):
+    """Compare element by element, or by the norm of the difference if `tolerance` is a number."""
+    if isinstance(tolerance, dict):
         # NaN of unused slots stays NaN.
-        torch.testing.assert_close(found, expected, equal_nan=True, **close)
+        torch.testing.assert_close(found, expected, equal_nan=True, **tolerance)
         return
     assert torch.equal(found.isnan(), expected.isnan())
     difference, expected = (found - expected).nan_to_num(0), expected.nan_to_num(0)
-    assert difference.norm() <= close * expected.norm()
+    assert difference.norm() <= tolerance * expected.norm()
 
 
-def check(case, *, known, close):
+def check(case, *, knows_decodes, tolerance):
     exact = replace(case, qkvz=case.qkvz.float(), ba=case.ba.float(), recurrent=case.recurrent.float())
     expected_states, expected_inputs = exact.recurrent.clone(), case.conv.float().clone()
     expected = gated_delta_net(
         exact.qkvz, exact.ba, case.weights, expected_states, expected_inputs, exact.plan("torch")
     )
     recurrent, conv = case.recurrent.clone(), case.conv.clone()
-    found = gated_delta_net(case.qkvz, case.ba, case.weights, recurrent, conv, case.plan("triton", known=known))
+    found = gated_delta_net(
+        case.qkvz, case.ba, case.weights, recurrent, conv, case.plan("triton", knows_decodes=knows_decodes)
+    )
     assert found.dtype == case.qkvz.dtype
-    check_close(found.float(), expected, close)
-    check_close(recurrent.float(), expected_states, close)
+    check_close(found.float(), expected, tolerance)
+    check_close(recurrent.float(), expected_states, tolerance)
     width = conv.shape[1]
     for (count, length), slot, checkpoints in zip(case.lengths, case.slots, case.checkpoints, strict=True):
         for end, saved_slot in (*checkpoints, (length, slot)) if count else ():
@@ -51,10 +53,14 @@ LENGTHS = {
 }
 
 
-@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("knows_decodes", [True, False])
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
-def test_float32_matches_reference(lengths, known, state_case, device):
-    check(state_case(lengths, heads=(1, 2), device=device), known=known, close=CLOSE[torch.float32])
+def test_float32_matches_reference(lengths, knows_decodes, state_case, device):
+    check(
+        state_case(lengths, heads=(1, 2), device=device),
+        knows_decodes=knows_decodes,
+        tolerance=TOLERANCE[torch.float32],
+    )
 
 
 @pytest.mark.parametrize(
@@ -62,7 +68,7 @@ def test_float32_matches_reference(lengths, known, state_case, device):
 )
 def test_heads_of_any_size_match_reference(heads, dims, width, state_case, device):
     case = state_case(LENGTHS["mixed"], heads=heads, dims=dims, width=width, device=device)
-    check(case, known=False, close=CLOSE[torch.float32])
+    check(case, knows_decodes=False, tolerance=TOLERANCE[torch.float32])
 
 
 @pytest.mark.parametrize("block_rows", [8, 16])
@@ -74,12 +80,12 @@ def test_states_in_blocks_of_rows_match_reference(block_rows, state_case, device
     monkeypatch.setattr(triton_decode, "BLOCK_ROWS_BY_BYTES", {4: block_rows})
     for dims in ((16, 16), (8, 24), (24, 40)):
         case = state_case([*LENGTHS["decodes"], *[(1, 70)] * 3], heads=(1, 2), dims=dims, device=device)
-        check(case, known=True, close=CLOSE[torch.float32])
+        check(case, knows_decodes=True, tolerance=TOLERANCE[torch.float32])
 
 
 def check_16_bits(dtype, state_dtype, state_case, device):
     case = state_case(LENGTHS["mixed"], dtype=dtype, state_dtype=state_dtype, device=device)
-    check(case, known=False, close=CLOSE[torch.bfloat16 if state_dtype == torch.bfloat16 else dtype])
+    check(case, knows_decodes=False, tolerance=TOLERANCE[torch.bfloat16 if state_dtype == torch.bfloat16 else dtype])
 
 
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
@@ -100,7 +106,7 @@ def test_model_sized_layer_matches_reference(dtype, state_case, device):
     lengths = [*[(1, 100 + 9 * request) for request in range(40)], (3000, 5000), (700, 700), (64, 1000)]
     case = state_case(lengths, heads=(16, 32), dims=(128, 128), dtype=dtype, device=device)
     # With so many bf16 values, a few exceed every useful bound per element, so compare norms.
-    check(case, known=False, close={"atol": 1e-3, "rtol": 1e-3} if dtype == torch.float32 else 2e-2)
+    check(case, knows_decodes=False, tolerance={"atol": 1e-3, "rtol": 1e-3} if dtype == torch.float32 else 2e-2)
 
 
 @pytest.mark.gpu
@@ -108,7 +114,7 @@ def test_one_captured_graph_serves_any_lengths(state_case, device):
     """Between capture and replay, decodes and chunks change places. The number of tokens stays the same."""
     case = state_case([(1, 70), (1, 1), (60, 64), (2, 2)], device=device)
     later = state_case([(60, 200), (2, 2), (1, 64), (1, 9)], device=device)
-    batch, later_batch = (each.plan("triton", known=False) for each in (case, later))
+    batch, later_batch = (each.plan("triton", knows_decodes=False) for each in (case, later))
     recurrent, conv = case.recurrent.clone(), case.conv.clone()
     gated_delta_net(case.qkvz, case.ba, case.weights, recurrent, conv, batch)
     torch.cuda.synchronize()

@@ -24,8 +24,8 @@ def skipping_projection(monkeypatch):
     monkeypatch.setattr(mla, "MIN_SKIPPING_TOKENS", 1)
 
 
-def check_attention(batch, naive_latents, backend="triton", *, knows_decodes=True):
-    expected = naive_latents(batch)
+def check_attention(batch, naive_latent_attention, backend="triton", *, knows_decodes=True):
+    expected = naive_latent_attention(batch)
     for num_decodes in (batch.num_decodes, None) if knows_decodes else (None,):
         batch_plan = plan_latent_batch(
             batch.block_tables,
@@ -54,32 +54,32 @@ def check_attention(batch, naive_latents, backend="triton", *, knows_decodes=Tru
 )
 @pytest.mark.parametrize("is_fp8", [False, True])
 def test_mixed_batch_matches_float64(
-    device, latent_batch, quantized_latents, naive_latents, shape, dtype, page_size, is_fp8
+    device, latent_batch, quantized_latents, naive_latent_attention, shape, dtype, page_size, is_fp8
 ):
     batch = latent_batch(MIXED_REQUESTS, shape, page_size=page_size, dtype=dtype, device=device)
-    check_attention(quantized_latents(batch) if is_fp8 else batch, naive_latents)
+    check_attention(quantized_latents(batch) if is_fp8 else batch, naive_latent_attention)
 
 
-def test_more_heads_than_a_tile_match_float64(device, latent_batch, naive_latents):
+def test_more_heads_than_a_tile_match_float64(device, latent_batch, naive_latent_attention):
     requests = [(1, 20), (3, 3), (2, 30)]
     batch = latent_batch(requests, (70, 16, 24, 32, 16), page_size=16, dtype=torch.float16, device=device)
-    check_attention(batch, naive_latents)
+    check_attention(batch, naive_latent_attention)
 
 
-def test_widths_of_deepseek_models_match_float64(device, latent_batch, naive_latents):
+def test_widths_of_deepseek_models_match_float64(device, latent_batch, naive_latent_attention):
     batch = latent_batch(
         [(1, 70), (3, 3), (2, 40)], (16, 128, 128, 512, 64), page_size=64, dtype=torch.float16, device=device
     )
-    check_attention(batch, naive_latents)
+    check_attention(batch, naive_latent_attention)
 
 
 @pytest.mark.parametrize("is_fp8", [False, True])
-def test_parts_are_merged(device, latent_batch, quantized_latents, naive_latents, monkeypatch, is_fp8):
+def test_parts_are_merged(device, latent_batch, quantized_latents, naive_latent_attention, monkeypatch, is_fp8):
     monkeypatch.setattr(tile_configs, "choose_num_parts", lambda *_: 7)
     monkeypatch.setattr(tile_configs, "MIN_PART_TOKENS", 32)
     requests = [(1, 300), (1, 3), (7, 150), (2, 2), (9, 12)]
     batch = latent_batch(requests, (4, 16, 16, 32, 16), page_size=16, dtype=torch.float32, device=device)
-    check_attention(quantized_latents(batch) if is_fp8 else batch, naive_latents)
+    check_attention(quantized_latents(batch) if is_fp8 else batch, naive_latent_attention)
 
 
 # (query_len, context) of decodes, decodes with drafts, short chunks over long contexts, prompts, and unused entries.
@@ -99,27 +99,27 @@ MIXES = st.lists(
 @settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(MIXES, st.sampled_from([3, 16]), st.booleans(), st.sampled_from([1, 4, 13]))
 def test_any_mix_of_requests_in_any_order_matches_float64(
-    device, latent_batch, quantized_latents, naive_latents, requests, num_heads, is_fp8, num_parts
+    device, latent_batch, quantized_latents, naive_latent_attention, requests, num_heads, is_fp8, num_parts
 ):
     requests = [(count, count + context) for count, context in requests]
     batch = latent_batch(requests, (num_heads, 16, 16, 32, 16), page_size=16, dtype=torch.float16, device=device)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tile_configs, "choose_num_parts", lambda *_: num_parts)
         patch.setattr(tile_configs, "MIN_PART_TOKENS", 32)
-        check_attention(quantized_latents(batch) if is_fp8 else batch, naive_latents, knows_decodes=False)
+        check_attention(quantized_latents(batch) if is_fp8 else batch, naive_latent_attention, knows_decodes=False)
 
 
 @pytest.mark.parametrize("requests", [[(1, 5), (1, 40)], [(6, 6), (3, 3)], [(6, 20)]])
-def test_batches_of_one_kind_match_float64(device, latent_batch, naive_latents, requests):
+def test_batches_of_one_kind_match_float64(device, latent_batch, naive_latent_attention, requests):
     batch = latent_batch(requests, (4, 16, 16, 32, 16), page_size=16, dtype=torch.float32, device=device)
-    check_attention(batch, naive_latents)
+    check_attention(batch, naive_latent_attention)
 
 
-def test_whole_prompts_are_not_absorbed(device, latent_batch, naive_latents):
+def test_whole_prompts_are_not_absorbed(device, latent_batch, naive_latent_attention):
     shape = (3, 16, 16, 32, 16)
     requests = [(1, 1), (1, 37), (20, 70), (5, 5), (80, 80)]
     batch = latent_batch(requests, shape, page_size=16, dtype=torch.float32, device=device)
-    check_attention(batch, naive_latents)
+    check_attention(batch, naive_latent_attention)
     # Append two unused entries, which begin and end after the last token.
     lengths, starts = (torch.nn.functional.pad(batch.seq_lens, (0, 2)), [*batch.query_start_loc, 107, 107])
     batch_plan = plan_latent_batch(
@@ -154,9 +154,9 @@ def check_rope_and_cache(num_tokens, num_heads, dims, dtype, device, *, is_fp8):
     kv_cache = kv_cache.to(fp8.DTYPE if is_fp8 else dtype)
     kv_scales = fp8.make_scales(kv_cache) if is_fp8 else None
     expected_q, expected_cache = q.float(), kv_cache.float()
-    rows = elementwise_reference.gather_rotation(cos_sin, positions)
+    rotation = elementwise_reference.gather_rotation(cos_sin, positions)
     elementwise_reference.latent_rope_and_cache(
-        expected_q, latents.float(), weight.float(), 1e-5, rows, slots, expected_cache, None
+        expected_q, latents.float(), weight.float(), 1e-5, rotation, slots, expected_cache, None
     )
     OPS.latent_rope_and_cache(q, latents, weight, 1e-5, cos_sin, positions, slots, kv_cache, kv_scales)
     rtol = {torch.float32: 1e-5, torch.float16: 2**-10, torch.bfloat16: 2**-7}[dtype]
@@ -183,11 +183,11 @@ def test_rope_and_cache_matches_reference(device, dtype, is_fp8):
 @pytest.mark.parametrize("page_size", [16, 32, 64])
 @pytest.mark.parametrize("is_fp8", [False, True])
 def test_all_shapes_match_float64(
-    device, latent_batch, quantized_latents, naive_latents, dtype, num_heads, page_size, is_fp8
+    device, latent_batch, quantized_latents, naive_latent_attention, dtype, num_heads, page_size, is_fp8
 ):
     requests = [(1, 1), (1, 1000), (1, 64), (1, 2049), (130, 130), (64, 1000), (1, 77), (513, 600)]
     batch = latent_batch(requests, (num_heads, 128, 128, 512, 64), page_size=page_size, dtype=dtype, device=device)
-    check_attention(quantized_latents(batch) if is_fp8 else batch, naive_latents)
+    check_attention(quantized_latents(batch) if is_fp8 else batch, naive_latent_attention)
 
 
 @pytest.mark.gpu
@@ -195,17 +195,19 @@ def test_all_shapes_match_float64(
 @pytest.mark.parametrize(
     "requests", [[(1, 32768)], [(1, 32768), (1, 100)], [(64, 16000)], [(1, 1 + i) for i in range(256)]]
 )
-def test_long_contexts_and_many_decodes_match_float64(device, latent_batch, naive_latents, requests, num_heads, dtype):
+def test_long_contexts_and_many_decodes_match_float64(
+    device, latent_batch, naive_latent_attention, requests, num_heads, dtype
+):
     batch = latent_batch(requests, (num_heads, 128, 128, 512, 64), page_size=64, dtype=dtype, device=device)
-    check_attention(batch, naive_latents)
+    check_attention(batch, naive_latent_attention)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_heads", [64, 192])
-def test_specialized_kernel_supports_multiples_of_64_heads(device, latent_batch, naive_latents, num_heads):
+def test_specialized_kernel_supports_multiples_of_64_heads(device, latent_batch, naive_latent_attention, num_heads):
     requests = [(1, length) for length in (1, 63, 64, 65, 128, 700, 5000)] + [(3, 40), (50, 50)]
     batch = latent_batch(requests, (num_heads, 128, 128, 512, 64), page_size=16, dtype=torch.bfloat16, device=device)
-    check_attention(batch, naive_latents)
+    check_attention(batch, naive_latent_attention)
 
 
 @pytest.mark.gpu
@@ -217,11 +219,11 @@ def test_specialized_kernel_supports_multiples_of_64_heads(device, latent_batch,
     [[(100, 16384)], [(1, 9000), (1, 3), (5, 2000), (100, 5000), (70, 70)], [(4, 700)] * 40, [(1, 20000), (1, 64)]],
 )
 def test_chunks_over_long_contexts_match_float64(
-    device, latent_batch, quantized_latents, naive_latents, num_heads, page_size, is_fp8, requests
+    device, latent_batch, quantized_latents, naive_latent_attention, num_heads, page_size, is_fp8, requests
 ):
     shape = (num_heads, 128, 128, 512, 64)
     batch = latent_batch(requests, shape, page_size=page_size, dtype=torch.bfloat16, device=device)
-    check_attention(quantized_latents(batch) if is_fp8 else batch, naive_latents)
+    check_attention(quantized_latents(batch) if is_fp8 else batch, naive_latent_attention)
 
 
 @pytest.mark.gpu
@@ -230,27 +232,27 @@ def test_chunks_over_long_contexts_match_float64(
 @pytest.mark.parametrize("is_fp8", [False, True])
 @pytest.mark.parametrize("requests", [MIXED_REQUESTS, [(1, 1), (700, 700), (2, 2), (300, 300)], [(1, 5), (40, 400)]])
 def test_whole_prompts_match_float64_with_flash_attention(
-    device, latent_batch, quantized_latents, naive_latents, dtype, is_fp8, requests
+    device, latent_batch, quantized_latents, naive_latent_attention, dtype, is_fp8, requests
 ):
     batch = latent_batch(requests, (16, 128, 128, 512, 64), page_size=64, dtype=dtype, device=device)
-    check_attention(quantized_latents(batch) if is_fp8 else batch, naive_latents, backend="fastest")
+    check_attention(quantized_latents(batch) if is_fp8 else batch, naive_latent_attention, backend="fastest")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize(("num_tokens", "count"), [(1, 1), (300, 200), (8192, 8191), (8192, 0)])
-def test_large_head_projections_match_bmm(device, dtype, num_tokens, count):
+@pytest.mark.parametrize(("num_tokens", "num_absorbed"), [(1, 1), (300, 200), (8192, 8191), (8192, 0)])
+def test_large_head_projections_match_bmm(device, dtype, num_tokens, num_absorbed):
     for depth, columns, is_transposed in ((128, 512, False), (512, 128, True)):
         x = torch.randn(128, num_tokens, depth, device=device).to(dtype).transpose(0, 1)
         shape = (128, columns, depth) if is_transposed else (128, depth, columns)
         weight = torch.randn(shape, device=device).to(dtype) * depth**-0.5
         weight = weight.transpose(1, 2) if is_transposed else weight
         projected = torch.full((num_tokens, 128, columns), 7.0, dtype=dtype, device=device)
-        OPS.project_heads(x, weight, torch.tensor([count], dtype=torch.int32, device=device), projected)
-        expected = torch.bmm(x[:count].transpose(0, 1).float(), weight.float()).transpose(0, 1)
+        OPS.project_heads(x, weight, torch.tensor([num_absorbed], dtype=torch.int32, device=device), projected)
+        expected = torch.bmm(x[:num_absorbed].transpose(0, 1).float(), weight.float()).transpose(0, 1)
         rtol = {torch.float32: 1e-5, torch.float16: 2**-10, torch.bfloat16: 2**-7}[dtype]
-        torch.testing.assert_close(projected[:count].float(), expected, rtol=rtol, atol=1e-4)
-        assert (projected[count:] == 7).all()
+        torch.testing.assert_close(projected[:num_absorbed].float(), expected, rtol=rtol, atol=1e-4)
+        assert (projected[num_absorbed:] == 7).all()
 
 
 @pytest.mark.gpu

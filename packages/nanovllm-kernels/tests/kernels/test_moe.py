@@ -51,11 +51,11 @@ def draw_case(
     w13, w2 = draw(num_experts, 2 * width, hidden_size) * 0.2, draw(num_experts, hidden_size, width) * 0.2
     scales13 = scales2 = None
     if quantized:
-        gates = [block_fp8.quantize_blocks(half) for weight in w13 for half in weight.chunk(2)]
-        w13 = torch.stack([numbers for numbers, _ in gates]).view(num_experts, 2 * width, hidden_size)
-        scales13 = torch.stack([scales for _, scales in gates]).unflatten(0, (num_experts, 2))
-        downs = [block_fp8.quantize_blocks(weight) for weight in w2]
-        w2, scales2 = (torch.stack(parts) for parts in zip(*downs, strict=True))
+        quantized_halves = [block_fp8.quantize_blocks(half) for weight in w13 for half in weight.chunk(2)]
+        w13 = torch.stack([numbers for numbers, _ in quantized_halves]).view(num_experts, 2 * width, hidden_size)
+        scales13 = torch.stack([scales for _, scales in quantized_halves]).unflatten(0, (num_experts, 2))
+        quantized_downs = [block_fp8.quantize_blocks(weight) for weight in w2]
+        w2, scales2 = (torch.stack(parts) for parts in zip(*quantized_downs, strict=True))
     else:
         w13, w2 = w13.to(dtype), w2.to(dtype)
     scores = draw(num_tokens, num_experts - shared)
@@ -94,13 +94,13 @@ def check_experts(
     assert torch.equal(*results)
     assert not experts.counters.any()
     assert results[0].dtype == (x.dtype if residual is None else residual)
-    wide = None if added is None else added.double()
+    wide_added = None if added is None else added.double()
     if quantized:
         expected = moe_reference.fused_experts(x.float(), experts, chosen, None)
         expected = expected + (0 if added is None else added.float())
     else:
         wide_experts = experts._replace(w13=experts.w13.double(), w2=experts.w2.double())
-        expected = moe_reference.fused_experts(x.double(), wide_experts, chosen, wide)
+        expected = moe_reference.fused_experts(x.double(), wide_experts, chosen, wide_added)
     # An e4m3 value that is rounded the other way differs by 1/8; such values are rare.
     tolerance = TOLERANCE[dtype] + (0.02 if quantized else 0.0)
     assert (results[0].double() - expected).norm() < tolerance * expected.norm()
@@ -148,7 +148,7 @@ def test_many_tokens_match_reference(num_tokens, num_experts, top_k, device):
 @pytest.mark.parametrize(("num_tokens", "num_experts", "top_k"), [(3, 17, 9), (40, 5, 3)])
 @pytest.mark.parametrize("quantized", [False, True])
 def test_many_tokens_with_shared_expert_match_reference(num_tokens, num_experts, top_k, quantized, device):
-    """The shared expert follows 2 ** n routed experts, and has more than one tile of rows."""
+    """The shared expert follows 2 ** n routed experts. With 40 tokens, it has more than one tile of rows."""
     sizes = num_tokens, num_experts, 48, 40, top_k
     check_experts(*sizes, torch.float32, device, residual=torch.float32, quantized=quantized, shared=True)
 
@@ -201,8 +201,8 @@ def test_specialized_kernel_equals_plain_kernel(
 ):
     """The results are equal bit for bit."""
     found = []
-    for least in (0, 1 << 30):
-        monkeypatch.setattr(policy, "MIN_SPECIALIZED_AVERAGE_ROWS", least)
+    for min_rows in (0, 1 << 30):
+        monkeypatch.setattr(policy, "MIN_SPECIALIZED_AVERAGE_ROWS", min_rows)
         sizes = num_tokens, num_experts, hidden_size, width, top_k
         found.append(check_experts(*sizes, torch.bfloat16, device, quantized=True, favourite=favourite))
     assert torch.equal(*found)
@@ -250,7 +250,7 @@ def even_bounds(num_experts: int, num_ranks: int) -> list[int]:
 def check_ranks(
     x: Tensor, experts: PackedExperts, chosen: ChosenExperts, num_ranks: int, residual: Tensor | None
 ) -> None:
-    """Assert that results add up, and that a rank returns the residual for tokens that choose none of its experts."""
+    """Assert that the ranks' results add up. For tokens without an expert of a rank, the rank returns the residual."""
     added = torch.zeros_like(x) if residual is None else residual
     total = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
     for first, end in pairwise(even_bounds(len(experts.w2), num_ranks)):
@@ -268,21 +268,23 @@ def check_ranks(
 @pytest.mark.usefixtures("small_parts")
 @pytest.mark.parametrize(("num_ranks", "num_experts", "top_k", "shared"), [(2, 8, 3, False), (4, 13, 4, True)])
 @pytest.mark.parametrize(
-    ("kernel", "num_tokens", "kind"),
+    ("kernel", "num_tokens", "weight_format"),
     [
         ("matvec", 1, "block FP8"),
         *product(("unsorted",), (1, 2, 5), ("float32", "bfloat16", "block FP8")),
         *product(("grouped",), (2, 40), ("float32", "bfloat16", "block FP8")),
     ],
 )
-def test_results_of_ranks_add_up(kernel, num_tokens, kind, num_ranks, num_experts, top_k, shared, device, monkeypatch):
+def test_results_of_ranks_add_up(
+    kernel, num_tokens, weight_format, num_ranks, num_experts, top_k, shared, device, monkeypatch
+):
     """Tokens choose any experts, only experts of the first rank, or only experts of the last rank."""
     monkeypatch.setattr(policy, "choose_kernel", lambda *_: kernel)
     # Launch fewer programs, because Triton's interpreter runs them one after another.
     monkeypatch.setattr(policy, "MATVEC_COLUMNS", 16)
     bounds = even_bounds(num_experts, num_ranks)
     sizes = num_tokens, num_experts, *((200, 144) if kernel == "matvec" else (32, 24)), top_k
-    dtype, quantized = torch.bfloat16 if kind == "bfloat16" else torch.float32, kind == "block FP8"
+    dtype, quantized = torch.bfloat16 if weight_format == "bfloat16" else torch.float32, weight_format == "block FP8"
     for eligible in (None, range(bounds[1]), range(bounds[-2], num_experts - shared)):
         case = draw_case(*sizes, dtype, device, quantized=quantized, shared=shared, eligible=eligible)
         check_ranks(*case, num_ranks, None if eligible is None else torch.randn(case[0].shape, device=device))

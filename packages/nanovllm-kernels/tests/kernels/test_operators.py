@@ -34,7 +34,7 @@ def arguments():
     logits, ones = torch.randn(2, 20), torch.ones(2)
     draw_settings = (ones, integers([0, 5]), ones * 0.9, ones * 0, integers([1, 2], torch.int64), integers([3, 4]))
     table = integers([[1, 2], [3, 0]])
-    halves = torch.randn(64, 2048).half()
+    float16_rows = torch.randn(64, 2048).half()
     latents, lengths = torch.randn(4, 16, 1, 24), (integers([7, 2]), starts)
     queries = (torch.randn(4, 3, 16), torch.randn(3, 4, 8))
     # Work list of one decode: one tile with one block of keys, in the first of two parts.
@@ -78,7 +78,13 @@ def arguments():
             True,
             False,
         ),
-        "project_split_k": (halves[:9], halves, None, torch.randn(9, 64).half(), torch.zeros(64, dtype=torch.int32)),
+        "project_split_k": (
+            float16_rows[:9],
+            float16_rows,
+            None,
+            torch.randn(9, 64).half(),
+            torch.zeros(64, dtype=torch.int32),
+        ),
         "gated_delta_net": (
             *(torch.randn(3, 16), torch.randn(3, 4), torch.randn(2, 12), ones, ones, torch.ones(2), 1e-6),
             *(torch.zeros(3, 2, 2, 4), torch.zeros(3, 2, 12), integers([1, 2]), torch.zeros((2, 1, 2)).int()),
@@ -123,8 +129,8 @@ def test_operator_has_valid_schema_and_fake(device, name):
     moved = [moved_to(device, value) for value in arguments()[name]]
     (operator,) = {vars(module)[f"_{name}_op"] for module in MODULES if f"_{name}_op" in vars(module)}
     # The schema check multiplies the arguments, which torch cannot do with FP8 on a CPU.
-    in_fp8 = any(isinstance(value, torch.Tensor) and value.dtype == torch.float8_e4m3fn for value in moved)
-    tests = ("test_faketensor",) if in_fp8 else ("test_schema", "test_faketensor")
+    has_fp8 = any(isinstance(value, torch.Tensor) and value.dtype == torch.float8_e4m3fn for value in moved)
+    tests = ("test_faketensor",) if has_fp8 else ("test_schema", "test_faketensor")
     torch.library.opcheck(operator, moved, test_utils=tests)
 
 

@@ -20,7 +20,7 @@ def check_pair_sort(ids: Tensor, num_experts: int, block_m: int, first_id: int |
     assert torch.equal(experts[order], experts[own_pairs].sort().values)
     ends = torch.bincount(experts[own_pairs], minlength=num_experts).cumsum(0).tolist()
     assert starts.tolist() == [0, *ends]
-    expected = [[e, place] for e, end in enumerate(ends) for place in range(starts[e], end, block_m)]
+    expected = [[e, first_pair] for e, end in enumerate(ends) for first_pair in range(starts[e], end, block_m)]
     assert tiles[: 1 + len(expected)].tolist()[1:] == expected
     assert tiles[0, 0] == len(expected)
 

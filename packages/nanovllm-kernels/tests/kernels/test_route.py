@@ -26,8 +26,8 @@ def check_order(logits: Tensor, routing: Routing, bias: Tensor | None, ids: Tens
     routed = logits[:, :-1] if routing.shared == "gated" else logits
     scores = routed.softmax(-1) if routing.scoring == "softmax" else routed.sigmoid()
     choice = scores if bias is None else scores + bias
-    found, wanted = (choice.gather(1, each[:, : routing.top_k].long()) for each in (ids, expected_ids))
-    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=0.0)
+    found_scores, expected_scores = (choice.gather(1, each[:, : routing.top_k].long()) for each in (ids, expected_ids))
+    torch.testing.assert_close(found_scores, expected_scores, rtol=1e-6, atol=0.0)
     assert (ids.sort(1).values.diff() > 0).all()
     assert torch.equal(ids[:, routing.top_k :], expected_ids[:, routing.top_k :])
     assert (ids == expected_ids).all(1).double().mean() > 0.999

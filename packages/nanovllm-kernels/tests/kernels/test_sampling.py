@@ -35,8 +35,8 @@ def check_sample(num_rows, vocab_size, dtype, device, max_wrong=0):
         actual = OPS.sample(logits, *settings, all_greedy, any_filter)
         expected = sample_on_cpu(logits, settings, all_greedy, any_filter)
         assert actual.dtype == torch.int32
-        wrong = int((actual.cpu() != expected).sum())
-        assert wrong <= max_wrong, (all_greedy, any_filter, actual, expected)
+        num_wrong = int((actual.cpu() != expected).sum())
+        assert num_wrong <= max_wrong, (all_greedy, any_filter, actual, expected)
 
 
 @pytest.mark.parametrize(("vocab_size", "dtype"), [(5, torch.float32), (10_000, torch.float32), (3000, torch.bfloat16)])
@@ -118,8 +118,8 @@ def test_penalties_match_reference(device):
     counts = torch.randint(0, 4, (5, 2500), device=device, dtype=torch.int32)
     counts += torch.randint(0, 2, counts.shape, device=device, dtype=torch.int32) * IN_PROMPT_BIT
     rows = torch.tensor([4, 0, 4], dtype=torch.int32, device=device)
-    numbers = [torch.rand(5, device=device) + 0.5 for _ in range(3)]
-    arguments = (logits, rows, counts, *numbers)
+    penalties = [torch.rand(5, device=device) + 0.5 for _ in range(3)]
+    arguments = (logits, rows, counts, *penalties)
     torch.testing.assert_close(OPS.apply_penalties(*arguments), sampling_reference.apply_penalties(*arguments))
 
 
@@ -137,12 +137,12 @@ def test_rows_without_penalties_keep_their_logits(device):
     torch.testing.assert_close(out, sampling_reference.apply_penalties(logits, rows, counts, *columns))
 
 
-def check_in_place(name, logits, *arguments, **close):
-    """Compare with the reference on the CPU, bit by bit unless `close` gives tolerances."""
+def check_in_place(name, logits, *arguments, **tolerances):
+    """Compare with the reference on the CPU, bit by bit unless `tolerances` are given."""
     expected = logits.cpu()
     getattr(sampling_reference, f"{name}_")(expected, *(each.cpu() for each in arguments))
     getattr(OPS, name)(logits, *arguments)
-    torch.testing.assert_close(logits.cpu(), expected, **(close or {"atol": 0, "rtol": 0}))
+    torch.testing.assert_close(logits.cpu(), expected, **(tolerances or {"atol": 0, "rtol": 0}))
 
 
 @pytest.mark.parametrize("position_dtype", [torch.int32, torch.int64])
@@ -206,12 +206,12 @@ def test_rows_with_other_options_do_not_change_a_rows_draw(device):
     rows = torch.randperm(num_rows).to(device, torch.int32)
     positions = torch.full((num_rows,), 9, dtype=torch.int32, device=device)
     penalised, biased, forbidding, masked = ((torch.arange(num_rows) >> bit) % 2 == 1 for bit in range(4))
-    by_row = rows.cpu().long()
+    cpu_rows = rows.cpu().long()
 
     def table(is_used, values, off):
         """Return a table with `values` for the rows that use an option, and with `off` for the others."""
         out = torch.full_like(values, off)
-        out[by_row[is_used]] = values[by_row[is_used]]
+        out[cpu_rows[is_used]] = values[cpu_rows[is_used]]
         return out.to(device)
 
     counts = torch.randint(0, 3, (num_rows, vocab_size), dtype=torch.int32).to(device)
@@ -223,23 +223,25 @@ def test_rows_with_other_options_do_not_change_a_rows_draw(device):
     num_prompt = torch.zeros(num_rows, dtype=torch.int32, device=device)
     best = logits.argmax(1).to(torch.int32).cpu()
     sequences = torch.full((num_rows, 2, 3), -1, dtype=torch.int32)
-    sequences[by_row, :, -1] = best[:, None]
+    sequences[cpu_rows, :, -1] = best[:, None]
     sequences = table(forbidding, sequences, -1)
     masks = torch.randint(-(2**31), 2**31, (num_rows, -(-vocab_size // 32))).to(device, torch.int32)
     mask_rows = torch.where(masked, torch.arange(num_rows), -1).to(device, torch.int32)
 
-    def draw_with(of, *, penalty, bias, forbid, mask, random):
-        table_rows = rows[of]
-        out = logits[of].clone()
+    def draw_with(selected, *, penalty, bias, forbid, mask, random):
+        table_rows = rows[selected]
+        out = logits[selected].clone()
         if penalty:
             out = OPS.apply_penalties(out, table_rows, counts, *penalties)
         if bias:
-            OPS.apply_bias(out, table_rows, positions[of], ids, values, until)
+            OPS.apply_bias(out, table_rows, positions[selected], ids, values, until)
         if forbid:
-            OPS.forbid_sequences(out, table_rows, positions[of], tokens, num_prompt, sequences)
+            OPS.forbid_sequences(out, table_rows, positions[selected], tokens, num_prompt, sequences)
         if mask:
-            OPS.apply_masks(out, torch.arange(len(mask_rows), device=device, dtype=torch.int32)[: len(out)], masks[of])
-        return OPS.sample(out, *(each[of] for each in settings), not random, random).tolist()
+            OPS.apply_masks(
+                out, torch.arange(len(mask_rows), device=device, dtype=torch.int32)[: len(out)], masks[selected]
+            )
+        return OPS.sample(out, *(each[selected] for each in settings), not random, random).tolist()
 
     out = OPS.apply_penalties(logits, rows, counts, *penalties)
     OPS.apply_bias(out, rows, positions, ids, values, until)
@@ -247,8 +249,8 @@ def test_rows_with_other_options_do_not_change_a_rows_draw(device):
     OPS.apply_masks(out, mask_rows, masks)
     together = OPS.sample(out, *settings, False, True).tolist()
     for row in range(num_rows):
-        users = {"penalty": penalised, "bias": biased, "forbid": forbidding, "mask": masked}
-        options = {name: bool(is_used[row]) for name, is_used in users.items()}
+        rows_with_option = {"penalty": penalised, "bias": biased, "forbid": forbidding, "mask": masked}
+        options = {name: bool(is_used[row]) for name, is_used in rows_with_option.items()}
         options["random"] = float(settings[0][row]) > 0
         assert draw_with(slice(row, row + 1), **options) == [together[row]], (row, options)
     assert together != OPS.sample(logits, *settings, False, True).tolist()

@@ -254,6 +254,6 @@ def test_query_lengths_are_split_between_narrow_and_wide_tiles():
             assert sorted([*narrow, *wide]) == list(range(min_len, max(max_len, 4 * (len(wide) > 0)) + 1))
 
 
-def test_flash_attention_takes_chunks_that_fill_the_device():
+def test_work_list_query_limit_is_inverse_to_number_of_heads():
     assert flash_requests.work_list_filter(32, 132) == WorkListFilter(184, 1024, flash_requests.MAX_FLASH_REQUESTS)
     assert flash_requests.work_list_filter(16, 132) == WorkListFilter(369, 1024, flash_requests.MAX_FLASH_REQUESTS)

@@ -57,7 +57,7 @@ def check_close(actual: Tensor, parts: list[Tensor], addend: Tensor | float = 0.
 
 
 def check_sums(communicator: Communicator, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-    """Check `all_reduce` and `reduce_scatter`. The first dimension of `shape` is per rank."""
+    """Check `all_reduce` and `reduce_scatter`. The result of a rank has this `shape`."""
     parts = make_parts(shape, dtype, device)
     x = parts[communicator.rank].clone()
     assert communicator.all_reduce(x) is x
@@ -105,7 +105,7 @@ def check_norm(
     dtypes: tuple[torch.dtype, torch.dtype | None, torch.dtype],
     device: torch.device,
 ) -> None:
-    """Check `all_reduce_norm`. dtypes: of the partial sums, of the residual (None: no residual), and of normed rows."""
+    """Check `all_reduce_norm`. dtypes: partial sums, residual (None: no residual), normed rows."""
     dtype, residual_dtype, normed_dtype = dtypes
     shape = (num_rows, hidden_size)
     parts = make_parts(shape, dtype, device)
@@ -142,7 +142,7 @@ def check_nan_is_no_empty_slot(communicator: Communicator, device: torch.device)
 
 
 def check_compiled(communicator: Communicator, device: torch.device, backend: str) -> None:
-    """Check that torch.compile traces every operator without a graph break, and keeps its results."""
+    """Check that torch.compile traces every operator without a graph break, and does not change results."""
     weight = torch.ones(64, device=device, dtype=torch.bfloat16)
 
     def compute(x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:

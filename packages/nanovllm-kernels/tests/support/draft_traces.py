@@ -143,8 +143,8 @@ class LayerCache:
 class DraftTraces:
     """Runs random traces, and compares their results and states with those of the same tokens without drafts.
 
-    Slots: traces, then prompts, then one checkpoint per trace (used after a prompt of 63 tokens), then one
-    checkpoint per prompt at 64 tokens.
+    The slots of the traces come first, then the slots of the prompts. Each trace then has a slot for a checkpoint, used
+    after a prompt of 63 tokens. The last slots hold one checkpoint per prompt, at 64 tokens.
     """
 
     def __init__(self, settings: TraceSettings, seed: int):
@@ -152,8 +152,8 @@ class DraftTraces:
         num_traces, num_prompts = settings.num_traces, len(settings.prompt_lens)
         self.generator = torch.Generator().manual_seed(seed)
         self.traces = torch.arange(num_traces)
-        self.saved_slots = num_traces + num_prompts + 1 + self.traces
-        self.shared_slots = 2 * num_traces + num_prompts + 1 + torch.arange(num_prompts)
+        self.trace_checkpoint_slots = num_traces + num_prompts + 1 + self.traces
+        self.prompt_checkpoint_slots = 2 * num_traces + num_prompts + 1 + torch.arange(num_prompts)
         weights = make_weights(settings.shape, self.generator)
         num_requests, num_slots = num_traces + num_prompts, 2 * (num_traces + num_prompts) + 1
         self.plain, self.drafted = (
@@ -166,7 +166,7 @@ class DraftTraces:
         for cache in (self.plain, self.drafted):
             self.start(cache, prompt, prompt_indices)
         has_checkpoint = torch.tensor(settings.prompt_lens) >= CHECKPOINT_INTERVAL
-        self.check_checkpoints(self.shared_slots[has_checkpoint])
+        self.check_checkpoints(self.prompt_checkpoint_slots[has_checkpoint])
         self.tokens = self.make_tokens(num_traces, settings.num_steps * (1 + settings.max_drafts))
         self.compute_expected()
 
@@ -184,7 +184,7 @@ class DraftTraces:
         """Compute the prompts in chunks, and start each trace from a copy of a prompt's state."""
         for index, length in enumerate(self.settings.prompt_lens):
             request = torch.tensor([len(self.traces) + index])
-            pairs = torch.tensor([[[CHECKPOINT_INTERVAL, self.shared_slots[index]]]], dtype=torch.int32)
+            pairs = torch.tensor([[[CHECKPOINT_INTERVAL, self.prompt_checkpoint_slots[index]]]], dtype=torch.int32)
             for chunk in prompt[:length].split(50):
                 cache.run(request, chunk, torch.tensor([len(chunk)]), num_decodes=0, checkpoints=pairs)
         cache.copy(len(self.traces) + 1 + prompt_indices, 1 + self.traces)
@@ -204,7 +204,7 @@ class DraftTraces:
 
     def checkpoints(self, traces: Tensor) -> Tensor:
         position = torch.full_like(traces, CHECKPOINT_INTERVAL)
-        return torch.stack((position, self.saved_slots[traces]), 1).int().unsqueeze(1)
+        return torch.stack((position, self.trace_checkpoint_slots[traces]), 1).int().unsqueeze(1)
 
     def run(self) -> tuple[int, int, int]:
         """Run all steps. Returns: numbers of drafts, of accepted drafts, and of starts from checkpoints."""
@@ -228,18 +228,18 @@ class DraftTraces:
             query_lens += self.draw_counts(torch.full_like(traces, self.settings.max_drafts))
         num_accepted = self.draw_counts(query_lens - 1)
         num_done = (self.drafted.num_computed[traces] - self.first_positions[traces]).long()
-        owners = traces.repeat_interleave(query_lens)
-        offsets = torch.arange(len(owners)) - (query_lens.cumsum(0) - query_lens).repeat_interleave(query_lens)
+        token_traces = traces.repeat_interleave(query_lens)
+        offsets = torch.arange(len(token_traces)) - (query_lens.cumsum(0) - query_lens).repeat_interleave(query_lens)
         is_correct = offsets <= num_accepted.repeat_interleave(query_lens)
         indices = num_done.repeat_interleave(query_lens) + offsets
-        wrong_tokens = self.make_tokens(len(owners))
-        tokens = torch.where(is_correct.unsqueeze(1), self.tokens[owners, indices], wrong_tokens)
+        wrong_tokens = self.make_tokens(len(token_traces))
+        tokens = torch.where(is_correct.unsqueeze(1), self.tokens[token_traces, indices], wrong_tokens)
         if has_drafts:
             out = self.drafted.run(traces, tokens, query_lens, has_drafts=True)
             self.drafted.reject(traces, query_lens, num_accepted)
         else:
             out = self.run_with_prompt(traces, tokens)[: len(tokens)]
-        assert torch.equal(out[is_correct], self.expected_outs[indices[is_correct], owners[is_correct]])
+        assert torch.equal(out[is_correct], self.expected_outs[indices[is_correct], token_traces[is_correct]])
         assert torch.equal(self.drafted.read_states(1 + traces), self.expected_states[num_done, traces])
         return int(query_lens.sum() - len(traces)), int(num_accepted.sum())
 
@@ -262,7 +262,7 @@ class DraftTraces:
     def restart_some(self) -> int:
         """Start some traces again from the checkpoints that their decodes have saved. Returns the number of traces."""
         traces = self.draw_traces(0.2)
-        slots = self.saved_slots[traces]
+        slots = self.trace_checkpoint_slots[traces]
         has_checkpoint = ~self.drafted.read_states(slots).isnan().flatten(1).any(1)
         traces, slots = traces[has_checkpoint], slots[has_checkpoint]
         self.check_checkpoints(slots)

@@ -1,4 +1,4 @@
-"""Runs the Gluon kernels of the collectives on a CPU, in Triton's interpreter, with a process per rank.
+"""Runs the Gluon kernels of the collectives on a CPU, in Triton's interpreter, with one process per rank.
 
 The interpreter does not support Gluon. The kernels' source therefore calls Triton's functions, without the layouts that
 Gluon's functions take. `put` and `take` run in numpy instead of PTX.
@@ -103,7 +103,7 @@ def _map_slots(region: tl.tensor, indices: np.ndarray) -> np.ndarray:
 
 
 def interpret_kernels() -> None:
-    """Replace the Gluon kernels of this process."""
+    """Replace the Gluon kernels of this process by interpreted kernels."""
     change_interpreter()
     gluon_language = TritonForGluon()
     interpreted: dict[str, object] = {"put": put, "take": take, "gl": gluon_language, "tl": tl}
@@ -156,7 +156,7 @@ def check_interpreted(device: torch.device, directory: Path, dtypes: tuple[torch
     interpret_kernels()
     random.seed(dist.get_rank())
     np.random.seed(dist.get_rank())
-    # Two programs and small limits, so that every kernel loops over chunks.
+    # Use two programs and small limits, so that every kernel loops over chunks.
     limits = {"one_shot_max_sent_bytes": 20 << 10, "two_shot_max_bytes": 40 << 10}
     policy = LaunchPolicy(dist.get_world_size(), 2, 32 << 10, **limits)
     with open_interpreted_communicator(directory, policy) as communicator:

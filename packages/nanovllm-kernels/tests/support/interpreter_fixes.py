@@ -31,7 +31,7 @@ def _fix_for_numpy_2_4() -> None:
 
 
 def _patch_language_once() -> None:
-    """Replace the functions of Triton's modules once. The interpreter does so in each call of a device function."""
+    """Replace the functions of Triton's modules once, not in each call of a device function as the interpreter does."""
     patch = interpreter._patch_lang
     patched_uses: set[tuple[bool, bool]] = set()
 

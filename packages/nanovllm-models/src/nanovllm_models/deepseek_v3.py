@@ -246,7 +246,7 @@ class MTPLayer(DeepseekV3Layer):
         self.embed_tokens = VocabEmbedding(config.vocab_size, hidden_size, build)
         self.enorm = RMSNorm(hidden_size, config.rms_norm_eps, build)
         self.hnorm = RMSNorm(hidden_size, config.rms_norm_eps, build)
-        # Each rank has the whole matrix, which is small, so that no exchange is needed.
+        # Each rank has the whole matrix, so no exchange is needed. The matrix is small.
         unsplit_build = replace(build, parallel=ParallelContext())
         self.eh_proj = ColumnParallelLinear(2 * hidden_size, (LinearPart("eh_proj", hidden_size),), unsplit_build)
         self.shared_head = MTPOutputHead(config, build)
@@ -285,7 +285,7 @@ class DeepseekV3Model(nn.Module):
         self.layers = nn.ModuleList(decoder_layers + mtp_layers)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
         self._num_layers = num_layers
-        # One compiled function for layers without experts, one for layers with experts. Indexed by `has_experts`.
+        # One compiled function runs layers without experts, and one runs layers with experts. The index is has_experts.
         self._run_between = tuple(
             compile_for_rows(run_between_attentions, MIN_COMPILED_ROWS) if build.compile else run_between_attentions
             for _ in range(2)

@@ -221,7 +221,7 @@ class LlamaModel(nn.Module):
         self.embed_tokens = VocabEmbedding(config.vocab_size, config.hidden_size, build)
         self.layers = nn.ModuleList(make_layer(config, index, build) for index in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
-        # One compiled function for layers without experts, one for layers with experts. Keys: has_experts.
+        # One compiled function runs layers without experts, and one runs layers with experts. The key is `has_experts`.
         self._run_between = {
             has_experts: compile_for_rows(run_between_attentions, MIN_COMPILED_ROWS)
             if build.compile

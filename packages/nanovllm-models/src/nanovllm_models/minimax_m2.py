@@ -144,7 +144,7 @@ def build_minimax_m2(
     """Build the model on its device and load its weights. Raises WeightError, ModelError."""
     num_layers = config.num_hidden_layers
     mtp_prefixes = tuple(f"model.layers.{index}." for index in range(num_layers, num_layers + num_mtp_modules))
-    # Called for its log line only: no published checkpoint has these heads.
+    # This call only logs a line: no published checkpoint has these heads.
     has_mtp_heads(weights, mtp_prefixes, num_mtp_modules)
     make_layer = partial(MiniMaxM2Layer, moe=moe)
     return build_llama(build, config=config, weights=weights, make_layer=make_layer, skipped_prefixes=mtp_prefixes)

@@ -214,7 +214,7 @@ class Qwen3NextLayer(nn.Module):
         return self.self_attn.heads.cache_spec if self.has_attention else self.linear_attn.cache_spec
 
 
-def run_between_attentions(
+def run_between_mixes(
     mixed: Tensor, x: Tensor, layer: Qwen3NextLayer, next_layer: Qwen3NextLayer
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run the code between two calls of `mix`; returns the residual stream and the inputs of the next `mix`."""
@@ -243,9 +243,7 @@ class Qwen3NextModel(nn.Module):
         # A compiled function runs parts of two consecutive layers. Each combination of layer kinds has a function.
         kinds = {_classify_pair(layer, next_layer) for layer, next_layer in pairwise([*self.layers])}
         self._run_between = {
-            kind: compile_for_rows(run_between_attentions, MIN_COMPILED_ROWS)
-            if build.compile
-            else run_between_attentions
+            kind: compile_for_rows(run_between_mixes, MIN_COMPILED_ROWS) if build.compile else run_between_mixes
             for kind in kinds
         }
 
@@ -283,7 +281,7 @@ class MTPHead(nn.Module):
         self.pre_fc_norm_embedding, self.pre_fc_norm_hidden, self.norm = (
             RMSNorm(hidden_size, config.rms_norm_eps, build, zero_centred=True) for _ in range(3)
         )
-        # Each rank has the whole matrix, which is small, so that no exchange is needed.
+        # Each rank has the whole matrix, so no exchange is needed. The matrix is small.
         unsplit_build = replace(build, parallel=ParallelContext())
         self.fc = ColumnParallelLinear(2 * hidden_size, (LinearPart("fc", hidden_size),), unsplit_build)
         name, cache_index = f"{MTP_PREFIX}layers.0", len(config.attention_layers)

@@ -93,7 +93,7 @@ def load(
     return replace(spec, draft=draft_spec)
 
 
-# Number and size of the pieces of each weight file from which the fingerprint is computed.
+# The fingerprint is computed from pieces of each weight file. These are the number and the size of the pieces.
 _NUM_SAMPLES, _SAMPLE_BYTES = 64, 4096
 
 

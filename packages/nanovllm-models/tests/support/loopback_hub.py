@@ -76,14 +76,14 @@ class HubHandler(BaseHTTPRequestHandler):
 
 
 class LoopbackHub(ThreadingHTTPServer):
-    """A hub with two repositories of the same files: `org/model`, and `org/private`, which needs a token.
+    """A hub with two repositories that hold the same files: `org/model`, and `org/private`, which needs a token.
 
     Requests for other repositories fail: `org/gated` needs a licence, `org/refused` gets a 451, and connections for
     `org/broken` are closed.
 
     files: contents of the files by path.
     requested_files: names of the files that were sent, or that wait until `may_send` is set.
-    environment: environment variables of processes that use the hub.
+    environment: environment variables for processes that use the hub.
     """
 
     daemon_threads = True

@@ -60,8 +60,8 @@ LINEAR = r"(q|k|v|o|gate|up|down|q_a|q_b|kv_b)_proj|kv_a_proj_with_mqa|w[123]|in
 QUANTIZED = re.compile(rf".*\.layers\.\d+\..*\.({LINEAR})\.weight")
 FLOAT32 = re.compile(r".*(e_score_correction_bias|block_sparse_moe\.gate\.weight)")
 BF16_SCALES = ("qwen3", "qwen3_moe", "qwen3_next")
-# `modules_to_not_convert` by family; None: config.json has no such field. Families without an entry list
-# unquantised modules.
+# `modules_to_not_convert` by family; None: config.json has no such field. Other families list their unquantised
+# modules, see `_quantization_config`.
 KEPT = {
     "minimax_m2": ["gate", "e_score_correction_bias", "lm_head"],
     "deepseek_v3": None,
@@ -76,14 +76,14 @@ def write_checkpoint(
     dtype: torch.dtype = torch.float32,
     fp8: bool = False,
     mtp: bool = False,
-    shards: int = 3,
+    num_shards: int = 3,
     old_config: bool = False,
 ) -> None:
     """Write `model` into the directory `path` in the layout of its family.
 
     dtype: dtype of the tensors that are not FP8.
     mtp: whether to add multi-token prediction with random weights.
-    old_config: whether to write config.json in the format of transformers 4, as most models are published.
+    old_config: whether to write config.json in the format of transformers 4, which most published models have.
     """
     tensors, config = _read_saved_model(model)
     family = config["model_type"]
@@ -98,7 +98,7 @@ def write_checkpoint(
     config["dtype"] = str(dtype).removeprefix("torch.")
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(_to_transformers_4(config) if old_config else config, indent=2))
-    _write_shards(path, tensors, shards)
+    _write_shards(path, tensors, num_shards)
 
 
 def write_twin(source: Path, target: Path) -> None:
@@ -146,24 +146,27 @@ def _read_saved_model(model: PreTrainedModel) -> tuple[dict[str, Tensor], dict]:
 
 
 def _mtp_tensors(family: str, config: dict, tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    hidden, layers = config["hidden_size"], config["num_hidden_layers"]
+    hidden_size, num_layers = config["hidden_size"], config["num_hidden_layers"]
     if family == "qwen3_next":
-        template, head = config["layer_types"].index("full_attention"), "mtp.layers.0"
+        template_index, head_prefix = config["layer_types"].index("full_attention"), "mtp.layers.0"
         norms, projection = ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm"), "mtp.fc"
     elif family == "deepseek_v3":
-        template, head = layers - 1, f"model.layers.{layers}"
-        norms, projection = (f"{head}.enorm", f"{head}.hnorm", f"{head}.shared_head.norm"), f"{head}.eh_proj"
-        yield f"{head}.embed_tokens.weight", tensors["model.embed_tokens.weight"].clone()
-        yield f"{head}.shared_head.head.weight", tensors["lm_head.weight"].clone()
+        template_index, head_prefix = num_layers - 1, f"model.layers.{num_layers}"
+        norms, projection = (
+            (f"{head_prefix}.enorm", f"{head_prefix}.hnorm", f"{head_prefix}.shared_head.norm"),
+            f"{head_prefix}.eh_proj",
+        )
+        yield f"{head_prefix}.embed_tokens.weight", tensors["model.embed_tokens.weight"].clone()
+        yield f"{head_prefix}.shared_head.head.weight", tensors["lm_head.weight"].clone()
     else:
         raise ValueError(f"{family} is published without heads for multi-token prediction")
     for norm in norms:
-        yield f"{norm}.weight", 1 + 0.1 * torch.randn(hidden)
-    yield f"{projection}.weight", torch.randn(hidden, 2 * hidden) * 0.1
-    prefix = f"model.layers.{template}."
+        yield f"{norm}.weight", 1 + 0.1 * torch.randn(hidden_size)
+    yield f"{projection}.weight", torch.randn(hidden_size, 2 * hidden_size) * 0.1
+    prefix = f"model.layers.{template_index}."
     for name, tensor in tensors.items():
         if name.startswith(prefix):
-            yield f"{head}.{name.removeprefix(prefix)}", torch.randn(tensor.shape) * 0.1
+            yield f"{head_prefix}.{name.removeprefix(prefix)}", torch.randn(tensor.shape) * 0.1
 
 
 def _quantize(tensors: dict[str, Tensor], scale_dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
@@ -179,8 +182,8 @@ def _quantize(tensors: dict[str, Tensor], scale_dtype: torch.dtype) -> Iterator[
 def _quantization_config(family: str, tensors: dict[str, Tensor]) -> dict:
     # Qwen lists all modules without FP8 weights, except the embedding.
     names = (name.removesuffix(".weight") for name in tensors if name.endswith(".weight"))
-    plain = [name for name in names if f"{name}.weight_scale_inv" not in tensors and "embed_tokens" not in name]
-    kept = KEPT.get(family, plain)
+    unquantised = [name for name in names if f"{name}.weight_scale_inv" not in tensors and "embed_tokens" not in name]
+    kept = KEPT.get(family, unquantised)
     return {
         "activation_scheme": "dynamic",
         "fmt": "float8_e4m3fn" if family == "minimax_m2" else "e4m3",
@@ -204,14 +207,14 @@ def _to_transformers_4(config: dict) -> dict:
     return config
 
 
-def _write_shards(path: Path, tensors: dict[str, Tensor], shards: int) -> None:
-    """Split the sorted names into shards. As published, a weight and its scales may be in different files."""
+def _write_shards(path: Path, tensors: dict[str, Tensor], num_shards: int) -> None:
+    """Write `num_shards` files of sorted names. As published, a weight and its scales may be in different files."""
     names = sorted(tensors)
-    step = -(-len(names) // shards)
+    shard_size = -(-len(names) // num_shards)
     weight_map = {}
-    for shard in range(shards):
-        file = f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
-        part = names[shard * step : (shard + 1) * step]
+    for shard in range(num_shards):
+        file = f"model-{shard + 1:05d}-of-{num_shards:05d}.safetensors"
+        part = names[shard * shard_size : (shard + 1) * shard_size]
         save_file({name: tensors[name].contiguous() for name in part}, path / file, {"format": "pt"})
         weight_map |= dict.fromkeys(part, file)
     size = sum(tensor.nbytes for tensor in tensors.values())

@@ -154,7 +154,8 @@ GAINS: dict[str, dict[str, float]] = {
     "minimax_m2": {"o_proj.weight": 2.0},
     "deepseek_v3": {"o_proj.weight": 2.0, "experts.down_proj": 0.5},
 }
-# The share of an expert's weights that differs from other experts. Rounding may change the choice between experts with
+# Each weight of an expert is the sum of a common part and an own part. This is the own part's standard deviation,
+# relative to the weight's. Rounding may change the choice between experts with
 # almost equal scores. With independent experts, these changes would be the largest error by far.
 OWN_SHARE = 0.4
 LOGIT_STD = 2.0

@@ -34,19 +34,19 @@ CORES_PER_WORKER = 4
 
 def make_parser() -> argparse.ArgumentParser:
     """Returns the argument parser of the command line."""
-    flags = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog="nanovllm-server",
         description="Serve a language model over HTTP with an OpenAI-compatible chat completions API.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    flags.add_argument(
+    parser.add_argument(
         "model",
         nargs="?",
         help="directory, or repository of the Hugging Face Hub as organisation/name[@revision]; without MODEL, a small "
         "bundled model",
     )
-    flags.add_argument("--version", action="version", version=f"nanovllm-server {version('nanovllm-server')}")
-    http = flags.add_argument_group("http")
+    parser.add_argument("--version", action="version", version=f"nanovllm-server {version('nanovllm-server')}")
+    http = parser.add_argument_group("http")
     http.add_argument("--host", default="127.0.0.1", help="address to listen on")
     http.add_argument(
         "--port", type=integer_in_range(0, 65535), default=8000, help="port to listen on; 0: any free port"
@@ -73,8 +73,8 @@ def make_parser() -> argparse.ArgumentParser:
         "--allowed-hosts",
         action="append",
         metavar="NAME",
-        help="names that the Host header may have, besides addresses and names of private networks; NAME, *.NAME or *; "
-        "repeat or separate by commas; default: the name of --host and of the machine, or * with an API key",
+        help="further names that the Host header may have, as NAME, *.NAME or *; addresses, names of private networks, "
+        "--host and the machine's name are always allowed; repeat or separate by commas; default with an API key: *",
     )
     http.add_argument(
         "--allowed-origins",
@@ -126,11 +126,11 @@ def make_parser() -> argparse.ArgumentParser:
     http.add_argument("--chat-template", help="Jinja template instead of the model's, or a file with a template")
     http.add_argument("--reasoning-parser", choices=REASONING_PARSERS, default="auto", help="format of reasoning")
     http.add_argument("--tool-call-parser", choices=TOOL_CALL_PARSERS, default="auto", help="format of tool calls")
-    model = flags.add_argument_group("model")
+    model = parser.add_argument_group("model")
     add_engine_flags(model.add_argument, ("device", "dtype", "seed", "attention_backend"))
     model.add_argument("--load-format", choices=("auto", "dummy"), default="auto", help="dummy: random weights")
     add_draft_model_flag(model.add_argument)
-    engine = flags.add_argument_group("engine")
+    engine = parser.add_argument_group("engine")
     add_engine_flags(
         engine.add_argument,
         (
@@ -165,8 +165,8 @@ def make_parser() -> argparse.ArgumentParser:
         default=argparse.SUPPRESS,
         help="SHA-256 prefix hashes, which can't be forged, for tenants that do not trust each other",
     )
-    _add_transfer_flags(flags)
-    logs = flags.add_argument_group("logs and metrics")
+    _add_transfer_flags(parser)
+    logs = parser.add_argument_group("logs and metrics")
     add_engine_flags(logs.add_argument, ("trace",))
     logs.add_argument(
         "--metrics-prefix",
@@ -178,11 +178,11 @@ def make_parser() -> argparse.ArgumentParser:
     levels = ("debug", "info", "warning", "error")
     logs.add_argument("--log-level", choices=levels, default="info", help="lowest level of messages in the log")
     logs.add_argument("--log-prompts", action="store_true", help="write rendered prompts to the log")
-    return flags
+    return parser
 
 
-def _add_transfer_flags(flags: argparse.ArgumentParser) -> None:
-    transfer = flags.add_argument_group("prefill and decode on different GPUs")
+def _add_transfer_flags(parser: argparse.ArgumentParser) -> None:
+    transfer = parser.add_argument_group("prefill and decode on different GPUs")
     transfer.add_argument(
         "--prefill-gpus",
         type=integer_in_range(1),
@@ -199,9 +199,9 @@ def _add_transfer_flags(flags: argparse.ArgumentParser) -> None:
     transfer.add_argument(
         "--role",
         choices=ROLES,
-        help="part of this server behind a router that sets kv_transfer_params; prefill: computes prompts for other "
-        "servers; decode: fetches prompts from --transfer-peers; 8 GiB of host memory (0.5 GiB on a CPU) unless "
-        "--kv-offload-gib is set",
+        help="task of this server behind a router that sets kv_transfer_params; prefill: computes prompts for other "
+        "servers; decode: fetches prompts from --transfer-peers; with a role, the server takes 8 GiB of host memory "
+        "(0.5 GiB on a CPU) unless --kv-offload-gib is set",
     )
     transfer.add_argument(
         "--transfer-listen",
@@ -273,8 +273,8 @@ def make_settings(options: argparse.Namespace) -> "Settings":
             f"--body-memory-mib must be at least --max-body-mib, which is {options.max_body_mib}, not {body_memory_mib}"
         )
     transfer, overrides = read_transfer_flags(options)
-    engine = make_engine_config(options, **overrides)
-    if (error := find_draft_model_error(engine.speculate, options.draft_model)) is not None:
+    engine_config = make_engine_config(options, **overrides)
+    if (error := find_draft_model_error(engine_config.speculate, options.draft_model)) is not None:
         raise SettingsError(error)
     return Settings(
         model=options.model,
@@ -286,7 +286,7 @@ def make_settings(options: argparse.Namespace) -> "Settings":
         admin_api_key=check_admin_key(options.admin_api_key, api_keys),
         allowed_hosts=(*allowed_hosts, options.host, socket.gethostname()),
         allowed_origins=allowed_origins,
-        http_workers=options.http_workers or _default_http_workers(on_gpu=has_gpu(engine.device)),
+        http_workers=options.http_workers or _default_http_workers(on_gpu=has_gpu(engine_config.device)),
         load_format=options.load_format,
         chat_template=options.chat_template,
         reasoning_parser=None if options.reasoning_parser == "auto" else options.reasoning_parser,
@@ -303,7 +303,7 @@ def make_settings(options: argparse.Namespace) -> "Settings":
         metrics_prefix=options.metrics_prefix,
         allow_priority=options.allow_priority,
         transfer=transfer,
-        engine_config=engine,
+        engine_config=engine_config,
     )
 
 

@@ -13,15 +13,15 @@ from nanovllm_server.settings import SettingsError, TransferSettings
 
 DEFAULT_LISTEN = "127.0.0.1:5600"
 # Default of --kv-offload-gib for servers that transfer blocks.
-DEFAULT_GPU_OFFLOAD_GIB = 8.0
-DEFAULT_CPU_OFFLOAD_GIB = 0.5
+DEFAULT_OFFLOAD_GIB_ON_GPU = 8.0
+DEFAULT_OFFLOAD_GIB_ON_CPU = 0.5
 # NVIDIA's driver creates these files if there are GPUs. Importing torch only to find GPUs would take seconds.
 NVIDIA_DEVICE = Path("/dev/nvidiactl")
 NVIDIA_GPU_PATTERN = "nvidia[0-9]*"
 GPU_VARIABLE = "CUDA_VISIBLE_DEVICES"
 
-_LISTEN, _HOST, _PEERS = "--transfer-listen", "--transfer-host", "--transfer-peers"
-_SECRET, _CARRIER = "--transfer-secret-file", "--transfer-carrier"
+_LISTEN_FLAG, _HOST_FLAG, _PEERS_FLAG = "--transfer-listen", "--transfer-host", "--transfer-peers"
+_SECRET_FILE_FLAG, _CARRIER_FLAG = "--transfer-secret-file", "--transfer-carrier"
 
 
 def read_transfer_flags(options: argparse.Namespace) -> tuple[TransferSettings, dict[str, Any]]:
@@ -46,11 +46,11 @@ def has_gpu(device: Device | None) -> bool:
 def _find_given_flags(options: argparse.Namespace) -> list[str]:
     """Returns those --transfer-* flags that have other values than their defaults."""
     values = {
-        _LISTEN: options.transfer_listen,
-        _HOST: options.transfer_host,
-        _PEERS: options.transfer_peer_lists,
-        _SECRET: getattr(options, "transfer_secret_file", None),
-        _CARRIER: None if options.transfer_carrier == "auto" else options.transfer_carrier,
+        _LISTEN_FLAG: options.transfer_listen,
+        _HOST_FLAG: options.transfer_host,
+        _PEERS_FLAG: options.transfer_peer_lists,
+        _SECRET_FILE_FLAG: getattr(options, "transfer_secret_file", None),
+        _CARRIER_FLAG: None if options.transfer_carrier == "auto" else options.transfer_carrier,
     }
     return [flag for flag, value in values.items() if value is not None]
 
@@ -61,7 +61,7 @@ def _read_engine_pair(options: argparse.Namespace, given_flags: list[str]) -> tu
         raise SettingsError(
             f"--prefill-gpus is {num_ranks} and --decode-gpus is {options.decode_gpus}: both must be the same number"
         )
-    excluded = [flag for flag in given_flags if flag != _CARRIER]
+    excluded = [flag for flag in given_flags if flag != _CARRIER_FLAG]
     if options.role is not None:
         excluded.append("--role")
     if options.tensor_parallel_size != 1:
@@ -89,23 +89,24 @@ def _read_engine_pair(options: argparse.Namespace, given_flags: list[str]) -> tu
 
 def _read_role(options: argparse.Namespace, given_flags: list[str]) -> tuple[TransferSettings, dict[str, Any]]:
     role, is_prefill = options.role, options.role == "prefill"
-    for flag in (_PEERS,) if is_prefill else (_LISTEN, _HOST):
+    for flag in (_PEERS_FLAG,) if is_prefill else (_LISTEN_FLAG, _HOST_FLAG):
         if flag in given_flags:
             raise SettingsError(f"{flag} has no effect with --role {role}: leave out {flag}")
-    if _SECRET not in given_flags:
+    if _SECRET_FILE_FLAG not in given_flags:
         raise SettingsError(
-            f"--role needs {_SECRET}: a file with a secret of at least 32 bytes, which all servers of a router share"
+            f"--role needs {_SECRET_FILE_FLAG}: a file with a secret of at least 32 bytes, which all servers of a "
+            "router share"
         )
     overrides = _choose_host_memory(options, "--role")
     if is_prefill:
-        host, port = _parse_address(_LISTEN, options.transfer_listen or DEFAULT_LISTEN)
+        host, port = _parse_address(_LISTEN_FLAG, options.transfer_listen or DEFAULT_LISTEN)
         overrides["transfer_listen"] = join_address(host, port)
         advertised_host = _choose_advertised_host(host, options.transfer_host)
         return TransferSettings(role=role, advertised_host=advertised_host), overrides
     peers = [peer.strip() for value in options.transfer_peer_lists or () for peer in value.split(",") if peer.strip()]
     if not peers:
-        raise SettingsError(f"--role decode needs {_PEERS}: HOST:PORT of each prefill server")
-    addresses = [_parse_address(_PEERS, peer) for peer in peers]
+        raise SettingsError(f"--role decode needs {_PEERS_FLAG}: HOST:PORT of each prefill server")
+    addresses = [_parse_address(_PEERS_FLAG, peer) for peer in peers]
     # Write all addresses in one form: the engine compares them, as text, with the addresses in requests.
     overrides["transfer_peers"] = tuple(dict.fromkeys(join_address(*address) for address in addresses))
     return TransferSettings(role=role), overrides
@@ -122,7 +123,7 @@ def _choose_host_memory(options: argparse.Namespace, transfer_flag: str) -> dict
             )
         return {}
     on_gpu = has_gpu(_chosen_device(options))
-    return {"kv_offload_gib": DEFAULT_GPU_OFFLOAD_GIB if on_gpu else DEFAULT_CPU_OFFLOAD_GIB}
+    return {"kv_offload_gib": DEFAULT_OFFLOAD_GIB_ON_GPU if on_gpu else DEFAULT_OFFLOAD_GIB_ON_CPU}
 
 
 def _chosen_device(options: argparse.Namespace) -> Device | None:
@@ -134,19 +135,21 @@ def _find_gpus() -> list[str]:
     variable = os.environ.get(GPU_VARIABLE)
     if variable is not None:
         gpus = [gpu.strip() for gpu in variable.split(",") if gpu.strip()]
-        # CUDA ignores all names from the first -1.
+        # CUDA ignores the first -1 and all names after it.
         return list(itertools.takewhile(lambda gpu: gpu != "-1", gpus))
     return [str(index) for index, _ in enumerate(NVIDIA_DEVICE.parent.glob(NVIDIA_GPU_PATTERN))]
 
 
 def _parse_address(flag: str, address: str) -> tuple[str, int]:
     if address.startswith("ipc:"):
-        raise SettingsError(f"{flag} is {address}, but must be HOST:PORT: kv_transfer_params name a host and a port")
+        raise SettingsError(
+            f"{flag} is {address}, but must be HOST:PORT: the request field kv_transfer_params has a host and a port"
+        )
     try:
         host, port = split_address(address)
     except ValueError as error:
         raise SettingsError(f"{flag}: {error}") from error
-    if port == 0 and flag == _PEERS:
+    if port == 0 and flag == _PEERS_FLAG:
         raise SettingsError(f"{flag} is {address}, but must have the port of a prefill server")
     return host, port
 
@@ -155,14 +158,14 @@ def _choose_advertised_host(listen_host: str, advertised_host: str | None) -> st
     if advertised_host is None:
         if _is_wildcard(listen_host):
             raise SettingsError(
-                f"{_LISTEN} {listen_host} is not an address that decode servers can connect to: add {_HOST} with this "
-                "host's name or address"
+                f"{_LISTEN_FLAG} {listen_host} is not an address that decode servers can connect to: add {_HOST_FLAG} "
+                "with this host's name or address"
             )
         return listen_host
     try:
         join_address(advertised_host, 0)
     except ValueError as error:
-        raise SettingsError(f"{_HOST}: {error}") from error
+        raise SettingsError(f"{_HOST_FLAG}: {error}") from error
     return advertised_host
 
 

@@ -103,11 +103,13 @@ def test_kernels_need_a_gpu(capsys):
 
 @pytest.mark.gpu
 def test_kernels_are_measured(tmp_path, capsys):
-    json, plot = tmp_path / "kernels.json", tmp_path / "kernels.png"
-    assert bench_cli.main(["kernels", "--only", "rms_norm 256", "--json", str(json), "--plot", str(plot)]) == 0
+    json_file, plot_file = tmp_path / "kernels.json", tmp_path / "kernels.png"
+    assert (
+        bench_cli.main(["kernels", "--only", "rms_norm 256", "--json", str(json_file), "--plot", str(plot_file)]) == 0
+    )
     assert "rms_norm 256 x 4096" in capsys.readouterr().out
-    assert json.stat().st_size
-    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert json_file.stat().st_size
+    assert plot_file.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(

@@ -120,18 +120,20 @@ def test_acceptance_length_is_measured(run_bench, capsys):
 
 
 def test_trace_flag_writes_every_step(run_bench, tmp_path, capsys):
-    trace, figures = tmp_path / "steps.json", tmp_path / "figures.json"
-    assert run_bench("latency", "--batch", "1", "--output-len", "6", "--repeat", "1", "--trace", str(trace))[0] == 0
+    trace_file, figures_file = tmp_path / "steps.json", tmp_path / "figures.json"
+    assert (
+        run_bench("latency", "--batch", "1", "--output-len", "6", "--repeat", "1", "--trace", str(trace_file))[0] == 0
+    )
     capsys.readouterr()
-    assert bench_cli.main(["trace", str(trace), "--json", str(figures)]) == 0
-    figures_of_trace = json.loads(figures.read_bytes())
-    steps = {track["track"]: track["steps"] for track in figures_of_trace["tracks"]}
+    assert bench_cli.main(["trace", str(trace_file), "--json", str(figures_file)]) == 0
+    figures = json.loads(figures_file.read_bytes())
+    steps = {track["track"]: track["steps"] for track in figures["tracks"]}
     # The warm-up launches 4 steps, the run for the first token 1, and the measured run 6. The engine may plan further
     # steps beyond the end of a request, but does not launch them.
     assert set(steps) == {"host", "plan", "launch", "output"}
     assert steps["launch"] == steps["output"] == steps["host"] == 11
-    # A CPU records no times of the device.
-    assert figures_of_trace["device_idle"] is None
+    # On a CPU, the engine records no device times.
+    assert figures["device_idle"] is None
 
 
 def test_unwritable_trace_file_is_refused(run_bench, tmp_path, capsys):
@@ -298,7 +300,8 @@ def test_peer_that_ends_early_is_a_failure(run_bench, fake_vllm, tmp_path, capsy
 
 
 def test_child_processes_of_a_failed_peer_are_killed(run_bench, fake_vllm, tmp_path, capsys):
-    # The forked process keeps the pipe open that we read. Reading ends only if this process is killed.
+    # The forked process keeps the pipe of the peer's output open. The benchmark's read of this pipe ends only if the
+    # forked process is killed.
     fork_and_fail = (
         "import time\npid = os.fork()\nif not pid: time.sleep(600)\nrecord(pid=pid)\nraise RuntimeError('no GPU')\n"
     )

@@ -37,7 +37,7 @@ SIZE_FLAGS = [
 NUM_REQUESTS = [2 + 4 * 3 + 2 * 2, 2 + 5 * 2 + 5]
 
 
-def count_equal_tokens(prompt: list[int], other: list[int]) -> int:
+def count_common_prefix_tokens(prompt: list[int], other: list[int]) -> int:
     return next((n for n, (a, b) in enumerate(zip(prompt, other, strict=False)) if a != b), len(other))
 
 
@@ -53,7 +53,7 @@ def cached_prompts(engine, monkeypatch) -> deque[list[int]]:
 
     def count_cached_tokens(request) -> int:
         prompt = request.prompt_ids.tolist()
-        num_cached = max((count_equal_tokens(prompt, cached) for cached in cached_prompts), default=0)
+        num_cached = max((count_common_prefix_tokens(prompt, cached) for cached in cached_prompts), default=0)
         cached_prompts.append(prompt)
         return num_cached
 
@@ -67,17 +67,17 @@ def options(url, cached_prompts) -> CaseOptions[ConversationSizes]:
 
 
 @pytest.fixture
-def sent(monkeypatch) -> list[list[Message]]:
+def sent_prompts(monkeypatch) -> list[list[Message]]:
     """The prompts that the benchmark has sent, in order."""
-    sent: list[list[Message]] = []
+    sent_prompts: list[list[Message]] = []
     send = CaseClient.send
 
     async def record(client, messages, max_tokens):
-        sent.append(messages)
+        sent_prompts.append(messages)
         return await send(client, messages, max_tokens)
 
     monkeypatch.setattr(CaseClient, "send", record)
-    return sent
+    return sent_prompts
 
 
 async def test_each_case_reports_its_figures(options):
@@ -101,18 +101,18 @@ async def test_each_case_reports_its_figures(options):
     assert burst.figures["returning_history_percent"] == pytest.approx(100 * 200 / (200 + 16 + 60), rel=0.15)
 
 
-async def test_returning_turns_append_an_answer_and_a_message(options, sent):
+async def test_returning_turns_append_an_answer_and_a_message(options, sent_prompts):
     await measure(replace(options, cases=("burst",)))
     # Two turns of the warm-up, then all first turns, then all returning turns.
-    first, returning = sent[2:7], sent[7:12]
+    first, returning = sent_prompts[2:7], sent_prompts[7:12]
     for prompt, next_prompt in zip(first, returning, strict=True):
         assert [message["role"] for message in next_prompt] == ["user", "assistant", "user"]
         assert next_prompt[:1] == prompt
 
 
-async def test_cold_prompts_have_the_lengths_of_returning_turns_and_new_texts(options, sent):
+async def test_cold_prompts_have_the_lengths_of_returning_turns_and_new_texts(options, sent_prompts):
     await measure(replace(options, cases=("returns",)))
-    traffic, cold = sent[2:14], sent[14:]
+    traffic, cold = sent_prompts[2:14], sent_prompts[14:]
     assert [len(prompt) for prompt in cold] == [3, 3, 5, 5]
     assert len({prompt[0]["content"] for prompt in traffic}) == 4
     assert len({prompt[0]["content"] for prompt in [*traffic, *cold]}) == 4 + 4
@@ -125,7 +125,7 @@ async def test_cold_prompts_have_the_lengths_of_returning_turns_and_new_texts(op
     }
 
 
-async def test_seed_determines_texts_and_pauses(options, url, sent, monkeypatch):
+async def test_seed_determines_texts_and_pauses(options, url, sent_prompts, monkeypatch):
     drawn_s: list[float] = []
 
     def draw(random: Random, mean_s: float) -> float:
@@ -135,10 +135,10 @@ async def test_seed_determines_texts_and_pauses(options, url, sent, monkeypatch)
     monkeypatch.setitem(THINK_TIMES, "exponential", draw)
 
     async def record(*arguments: str) -> tuple[list[str], list[float]]:
-        sent.clear()
+        sent_prompts.clear()
         drawn_s.clear()
         await measure(parse_options(f"{url}/v1", *arguments))
-        return sorted(map(str, sent)), [*drawn_s]
+        return sorted(map(str, sent_prompts)), [*drawn_s]
 
     texts, pauses_s = await record("--seed=7")
     assert len(set(pauses_s)) == 4 * 3
@@ -158,9 +158,9 @@ async def test_only_a_burst_exceeds_the_concurrency(options, engine):
     engine.delay = 0.1
     sizes = replace(options.settings.sizes, output_len=1)
     await measure(replace(options, settings=replace(options.settings, sizes=sizes)))
-    before_burst = 3 + NUM_REQUESTS[0] + 2 + 5
-    assert max(num_active[:before_burst]) == 2
-    returning, cold = num_active[before_burst : before_burst + 5], num_active[before_burst + 5 :]
+    num_before_burst = 3 + NUM_REQUESTS[0] + 2 + 5
+    assert max(num_active[:num_before_burst]) == 2
+    returning, cold = num_active[num_before_burst : num_before_burst + 5], num_active[num_before_burst + 5 :]
     assert (max(returning), max(cold)) == (5, 5)
 
 

@@ -96,23 +96,24 @@ async def test_short_requests_arrive_while_the_long_prompt_is_computed(options, 
     engine.delay = 0.1
     await measure(replace(options, cases=("short-beside-long",), settings=replace(options.settings, repeat=1)))
     is_long = [request.num_prompt_tokens > 180 for request in engine.requests]
-    # Three requests measure token costs. Then: long warm-up, long alone, short warm-up, the long request, three short.
+    # Three requests measure token costs. Seven requests follow: long warm-up, long alone, short warm-up, the long
+    # request, three short requests.
     assert is_long[3:] == [True, True, False, True, False, False, False]
 
 
 async def test_replicas_of_a_server_get_requests_in_turn(url, monkeypatch):
     ((label, endpoints),) = parse_options(f"pair={url}/v1,http://127.0.0.1:1/v1").endpoints
     assert label == "pair"
-    sent_to: list[int] = []
+    used_ports: list[int] = []
 
     async def record_port(endpoint, body, on_piece):
-        sent_to.append(endpoint.port)
+        used_ports.append(endpoint.port)
 
     monkeypatch.setattr(case_client, "stream_chat", record_port)
     client = CaseClient(endpoints, "scripted", temperature=0.0, timeout_s=5.0)
     for _ in range(4):
         await client.send(HELLO_MESSAGES, 1)
-    assert sent_to == [endpoints[0].port, 1] * 2
+    assert used_ports == [endpoints[0].port, 1] * 2
 
 
 async def test_cases_with_conversations_refuse_replicas(url):

@@ -135,11 +135,11 @@ def test_llama_cpp_decodes_all_requests_in_one_batch(run_bench, capsys):
     assert prompts["positions"] == [0, 1, 2, 3, 4] * 3
     assert prompts["sequences"] == [0] * 5 + [1] * 5 + [2] * 5
     assert prompts["logit_rows"] == [4, 9, 14]
-    tokens = [prompts["tokens"][row] for row in prompts["logit_rows"]]
+    last_prompt_tokens = [prompts["tokens"][row] for row in prompts["logit_rows"]]
     for index, step in enumerate(steps):
         assert step["sequences"] == step["logit_rows"] == [0, 1, 2]
         assert step["positions"] == [5 + index] * 3
-        assert step["tokens"] == [(token + 1 + index) % 512 for token in tokens]
+        assert step["tokens"] == [(token + 1 + index) % 512 for token in last_prompt_tokens]
     assert sum("cleared" in record for record in records) == 2
     assert "llamacpp 0.3.36 F16 decode tok/s" in capsys.readouterr().out
 
@@ -149,14 +149,14 @@ def test_llama_cpp_ends_each_request_at_its_length(run_bench):
     status, result, records = run_bench("throughput", *workload, "--temperature", "0.5")
     assert status == 0
     # Each token has a row of logits. The warm-up adds up to 4 tokens for each of the 5 requests.
-    logit_rows = sum(len(record["logit_rows"]) for record in records if "tokens" in record)
+    num_logit_rows = sum(len(record["logit_rows"]) for record in records if "tokens" in record)
     (case,) = result["cases"]
-    assert case["output_tokens"] < logit_rows <= case["output_tokens"] + 5 * 4
+    assert case["output_tokens"] < num_logit_rows <= case["output_tokens"] + 5 * 4
     (context,) = [record["context"] for record in records if "context" in record]
     assert context["n_seq_max"] == 2
     assert sum("cleared" in record for record in records) == 3 * 2
     chains = [record["chain"] for record in records if "chain" in record]
-    assert chains == [[0.5, "dist"]] * logit_rows
+    assert chains == [[0.5, "dist"]] * num_logit_rows
 
 
 def test_weights_are_converted_once(run_bench, tmp_path):

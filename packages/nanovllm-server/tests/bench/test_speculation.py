@@ -26,8 +26,8 @@ def test_prompts_have_the_stated_numbers_and_lengths():
 
 def test_prompts_of_a_kind_are_evenly_spread():
     names = [prompt.name for prompt in read_prompts()]
-    some = read_prompts(4)
-    assert [names.index(prompt.name) for prompt in some] == [0, 5, 10, 15, 20, 25, 30, 35, 40, 42, 45, 47]
+    selected_prompts = read_prompts(4)
+    assert [names.index(prompt.name) for prompt in selected_prompts] == [0, 5, 10, 15, 20, 25, 30, 35, 40, 42, 45, 47]
 
 
 @pytest.fixture
@@ -56,15 +56,15 @@ async def test_pair_has_equal_tokens_and_counts_drafts(pair_runner):
 async def test_difference_has_its_position_and_margin(pair_runner):
     pair = await pair_runner.run_pair(PROMPT)
     tokens = pair.plain.token_ids
-    other = next(token for token in range(512) if token != tokens[3])
-    changed = RunPair(pair.plain, replace(pair.drafted, token_ids=(*tokens[:3], other, *tokens[4:])))
+    other_token = next(token for token in range(512) if token != tokens[3])
+    changed = RunPair(pair.plain, replace(pair.drafted, token_ids=(*tokens[:3], other_token, *tokens[4:])))
     shorter = RunPair(pair.plain, replace(pair.drafted, token_ids=tokens[:5]))
-    of_changed, of_shorter = await pair_runner.find_differences(PROMPT, [pair, changed, shorter])
-    assert (of_changed.round_index, of_changed.position) == (1, 3)
-    assert (of_changed.token_without_drafts, of_changed.token_with_drafts) == (tokens[3], other)
+    changed_difference, shorter_difference = await pair_runner.find_differences(PROMPT, [pair, changed, shorter])
+    assert (changed_difference.round_index, changed_difference.position) == (1, 3)
+    assert (changed_difference.token_without_drafts, changed_difference.token_with_drafts) == (tokens[3], other_token)
     # The engine without drafts chose the likeliest token, so a known margin is positive.
-    assert of_changed.margin is None or of_changed.margin > 0
-    assert of_shorter == Difference(2, 5, tokens[5], None, None)
+    assert changed_difference.margin is None or changed_difference.margin > 0
+    assert shorter_difference == Difference(2, 5, tokens[5], None, None)
 
 
 async def test_prompt_that_does_not_fit_is_refused(pair_runner):

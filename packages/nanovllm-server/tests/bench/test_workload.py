@@ -28,7 +28,7 @@ def test_requests_have_the_given_shape():
     assert max(max(request.prompt) for request in requests) == 19
 
 
-def test_prompts_use_the_vocabulary():
+def test_prompts_use_the_whole_vocabulary():
     prompts = random_prompts(20, 30, vocab_size=7)
     assert {token for prompt in prompts for token in prompt} == set(range(7))
     assert len(set(prompts)) == 20

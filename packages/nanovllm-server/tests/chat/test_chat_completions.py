@@ -98,7 +98,7 @@ async def test_tokens_that_are_ready_together_are_one_chunk(post, engine):
     ]
 
 
-def join_content(chunks, index=0):
+def join_chunks(chunks, index=0):
     """Joins the chunks of one choice into the form of a complete answer."""
     choices = [chunk["choices"][0] for chunk in chunks if chunk["choices"] and chunk["choices"][0]["index"] == index]
     entries = [entry for choice in choices if choice["logprobs"] for entry in choice["logprobs"]["content"]]
@@ -137,7 +137,7 @@ async def test_stream_equals_complete_answer(post, engine, fields, burst):
     whole = await (await post(**fields)).get_json()
     engine.burst = burst
     chunks = parse_events(await (await post(**fields, stream=True, stream_options={"include_usage": True})).get_data())
-    assert [join_content(chunks, index) for index in range(fields.get("n", 1))] == whole["choices"]
+    assert [join_chunks(chunks, index) for index in range(fields.get("n", 1))] == whole["choices"]
     assert chunks[-1]["usage"] == whole["usage"]
 
 
@@ -202,7 +202,7 @@ async def test_logprobs_are_returned_per_token(post, engine):
     assert he["token"] == "he"
     assert he["logprob"] == -0.5
     assert [top["logprob"] for top in he["top_logprobs"]] == [-0.5, -1.5]
-    # The end of the sequence is a token, but no text.
+    # The end-of-sequence token has no text.
     assert (end["token"], end["bytes"]) == ("<|end|>", None)
 
 

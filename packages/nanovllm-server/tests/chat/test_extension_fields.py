@@ -33,7 +33,7 @@ async def post_complete_and_streamed(post, **fields):
 
 @pytest.mark.parametrize("burst", [1, 3, 50])
 @pytest.mark.parametrize(
-    ("fields", "text", "reason"),
+    ("fields", "text", "stop_reason"),
     [
         ({"stop": "lo"}, "Hello", "lo"),
         ({"stop": ["o w", "zz"]}, "Hello w", "o w"),
@@ -43,15 +43,15 @@ async def post_complete_and_streamed(post, **fields):
     ],
     ids=str,
 )
-async def test_include_stop_keeps_the_stop_in_the_text(post, engine, fields, text, reason, burst):
+async def test_include_stop_keeps_the_stop_in_the_text(post, engine, fields, text, stop_reason, burst):
     engine.reply, engine.burst = [*b"Hello world"], burst
     whole, _ = await post_complete_and_streamed(post, include_stop_str_in_output=True, **fields)
     for choice in whole["choices"]:
         assert (choice["message"]["content"], choice["finish_reason"]) == (text, "stop")
-        assert choice["stop_reason"] == reason
+        assert choice["stop_reason"] == stop_reason
     # Without the field, the text ends before the stop.
-    without, _ = await post_complete_and_streamed(post, **fields)
-    assert len(without["choices"][0]["message"]["content"]) < len(text) or reason is None
+    plain_answer, _ = await post_complete_and_streamed(post, **fields)
+    assert len(plain_answer["choices"][0]["message"]["content"]) < len(text) or stop_reason is None
 
 
 @pytest.mark.parametrize("burst", [1, 50])
@@ -87,21 +87,21 @@ async def test_token_ids_are_absent_by_default(post):
     assert "token_ids" not in json.dumps([whole, chunks])
 
 
-@pytest.mark.parametrize(("keep", "kept"), [(1, 1), (5, 5), (400, 8), (-1, 8)])
-async def test_truncation_keeps_the_end_of_the_prompt(post, engine, tokenizer, keep, kept):
-    body = await (await post(truncate_prompt_tokens=keep, return_token_ids=True)).get_json()
+@pytest.mark.parametrize(("limit", "num_kept"), [(1, 1), (5, 5), (400, 8), (-1, 8)])
+async def test_truncation_keeps_the_end_of_the_prompt(post, engine, tokenizer, limit, num_kept):
+    body = await (await post(truncate_prompt_tokens=limit, return_token_ids=True)).get_json()
     prompt = tokenizer.encode("<|start|>user:hi", add_special_tokens=False).tolist()
-    assert body["prompt_token_ids"] == engine.requests[0].prompt_ids.tolist() == prompt[-kept:]
-    assert body["usage"]["prompt_tokens"] == kept
+    assert body["prompt_token_ids"] == engine.requests[0].prompt_ids.tolist() == prompt[-num_kept:]
+    assert body["usage"]["prompt_tokens"] == num_kept
 
 
-@pytest.mark.parametrize(("fields", "kept"), [({}, 511), ({"max_tokens": 12}, 500)])
-async def test_truncation_keeps_as_many_tokens_as_fit(post, engine, fields, kept):
+@pytest.mark.parametrize(("fields", "num_kept"), [({}, 511), ({"max_tokens": 12}, 500)])
+async def test_truncation_keeps_as_many_tokens_as_fit(post, engine, fields, num_kept):
     messages = [{"role": "user", "content": "x" * 600}]
     assert (await post(messages=messages, **fields)).status_code == 400
     response = await post(messages=messages, truncate_prompt_tokens=-1, **fields)
     assert response.status_code == 200
-    assert len(engine.requests[0].prompt_ids) == kept
+    assert len(engine.requests[0].prompt_ids) == num_kept
 
 
 async def test_bad_words_reach_the_engine_with_and_without_leading_space(post, engine):
@@ -124,7 +124,7 @@ async def test_bad_words_reach_the_engine_with_and_without_leading_space(post, e
 )
 async def test_template_options_reach_the_template(post, tokenizer, fields, expected):
     assert (await post(**fields)).status_code == 200
-    assert tokenizer.turns[-1] == expected
+    assert tokenizer.turn_options[-1] == expected
 
 
 async def test_allowed_token_ids_reach_the_engine(post, engine):

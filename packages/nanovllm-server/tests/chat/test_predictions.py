@@ -41,10 +41,10 @@ async def test_prediction_and_any_other_option_may_be_combined(post, speculating
     assert [answer.status_code for answer in answers] == [200, 200]
     requests = speculating_engine.requests
     num_choices = fields.get("n", 1)
-    for without, request in zip(requests[:num_choices], requests[num_choices:], strict=True):
+    for plain_request, request in zip(requests[:num_choices], requests[num_choices:], strict=True):
         assert request.prediction_ids.tolist() == [*b"abc"]
-        assert request.sampling == without.sampling
-        assert request.prompt_ids.tolist() == without.prompt_ids.tolist()
+        assert request.sampling == plain_request.sampling
+        assert request.prompt_ids.tolist() == plain_request.prompt_ids.tolist()
 
 
 async def test_prediction_longer_than_the_context_is_refused(post, speculating_engine, service):

@@ -19,15 +19,15 @@ async def test_each_prompt_token_but_the_first_has_its_likeliest_tokens(post, en
     first, *entries = body["prompt_logprobs"]
     assert first is None
     for character, entry in zip(TEXT, entries, strict=True):
-        own = str(ord(character))
-        assert next(iter(entry)) == own
-        assert entry[own] == {"logprob": -1.5, "rank": 2, "decoded_token": character}
+        own_id = str(ord(character))
+        assert next(iter(entry)) == own_id
+        assert entry[own_id] == {"logprob": -1.5, "rank": 2, "decoded_token": character}
         # The token has rank 2. If `top` is at least 2, the token is one of the likeliest tokens.
         assert len(entry) == max(top, 2 if top else 1)
         if top:
-            likeliest = str(ord(character) + 1)
-            assert entry[likeliest] == {"logprob": -0.5, "rank": 1, "decoded_token": chr(ord(character) + 1)}
-        assert sorted(one["rank"] for one in entry.values()) == ([*range(1, len(entry) + 1)] if top else [2])
+            likeliest_id = str(ord(character) + 1)
+            assert entry[likeliest_id] == {"logprob": -0.5, "rank": 1, "decoded_token": chr(ord(character) + 1)}
+        assert sorted(token["rank"] for token in entry.values()) == ([*range(1, len(entry) + 1)] if top else [2])
     assert [request.sampling.prompt_logprobs for request in engine.requests] == [top] + [None] * (n - 1)
 
 
@@ -48,8 +48,8 @@ async def test_invalid_prompt_logprobs_error_says_what_to_do(post):
 def test_minus_infinity_is_replaced(vocabulary):
     """The second prompt token has the log-probability minus infinity, and holds half a character."""
     columns = np.float32([-math.inf]), np.int32([320]), np.int32([[258]]), np.float32([[0.0]])
-    found = PromptLogprobs(1, *(column.tobytes() for column in columns))
-    first, entry = orjson.loads(orjson.dumps(serialize_prompt_logprobs(vocabulary, (258, 0xC3), found)))
+    prompt_logprobs = PromptLogprobs(1, *(column.tobytes() for column in columns))
+    first, entry = orjson.loads(orjson.dumps(serialize_prompt_logprobs(vocabulary, (258, 0xC3), prompt_logprobs)))
     assert first is None
     assert [*entry.values()] == [
         {"logprob": -9999.0, "rank": 320, "decoded_token": "\ufffd"},

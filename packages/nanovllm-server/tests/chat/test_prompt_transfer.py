@@ -20,7 +20,6 @@ ASK_PREFILL = {
     "remote_port": None,
 }
 ASK_DECODE = {"do_remote_prefill": True, "remote_host": "10.0.0.1", "remote_port": 5600}
-USER = {"role": "user", "content": "hi"}
 
 
 @pytest.fixture
@@ -101,8 +100,8 @@ async def test_answer_of_a_prefill_server_fits_a_decode_server(prefill_server, s
 
 
 async def test_only_the_first_choice_fetches(decode_server, post, engine):
-    long = [{"role": "user", "content": "a long prompt, of several blocks"}]
-    assert (await post(kv_transfer_params=ASK_DECODE, messages=long, n=3)).status_code == 200
+    long_messages = [{"role": "user", "content": "a long prompt, of several blocks"}]
+    assert (await post(kv_transfer_params=ASK_DECODE, messages=long_messages, n=3)).status_code == 200
     assert [request.prefix_peer for request in engine.requests] == [PEERS[0], "", ""]
 
 

@@ -17,7 +17,8 @@ from nanovllm_server.protocol.messages import Message, PastToolCall
 
 pytestmark = pytest.mark.slow
 
-# This package has the templates of hundreds of models, each under its own licence, so the tests download it.
+# This package has the templates of hundreds of models. Each template has its own licence, so this repository has no
+# copies of the templates, and the tests download the package.
 PACKAGE = "xinference==4.1.0"
 
 # Prompts of these models lack earlier calls: the first template of DeepSeek-R1 writes calls only if content is null,
@@ -45,13 +46,13 @@ SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}, "days": {
 TOOL = {"type": "function", "function": {"name": "get_weather", "description": "The weather.", "parameters": SCHEMA}}
 ARGUMENTS = {"city": 'Zürich <b> "x"', "days": 3}
 QUESTION = Message(role="user", content="What is the weather?")
-CALLING = Message(
+CALL_MESSAGE = Message(
     role="assistant",
     content=None,
     reasoning="I had better look.",
     tool_calls=(PastToolCall("call_0", "get_weather", json.dumps(ARGUMENTS)),),
 )
-RESULT = Message(role="tool", content="Rain.", tool_call_id="call_0")
+RESULT_MESSAGE = Message(role="tool", content="Rain.", tool_call_id="call_0")
 
 
 @pytest.fixture(scope="module")
@@ -86,14 +87,16 @@ async def test_format_is_detected_from_the_template(model):
 async def test_rendered_earlier_call_is_readable_by_the_parser(model, backend):
     name, template, renderer = model
     model_format = ModelFormat(detect_chat_format(None, template), TextVocabulary(backend))
-    asked = (await renderer.render([QUESTION], [TOOL])).text
-    answered = (await renderer.render([QUESTION, CALLING, RESULT], [TOOL])).text
-    assert "Rain." in answered
-    num_shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(asked, answered, strict=False)))
+    first_prompt = (await renderer.render([QUESTION], [TOOL])).text
+    later_prompt = (await renderer.render([QUESTION, CALL_MESSAGE, RESULT_MESSAGE], [TOOL])).text
+    assert "Rain." in later_prompt
+    num_shared_characters = sum(
+        1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first_prompt, later_prompt, strict=False))
+    )
     # The shared text may end in the bracket with which two different tags begin. The parser needs the whole tag.
-    num_shared -= asked[:num_shared].endswith("<")
-    parser = model_format.make_parser(asked[:num_shared], {"get_weather": SCHEMA})
-    events = parser.push(answered[num_shared:]) + parser.finish()
+    num_shared_characters -= first_prompt[:num_shared_characters].endswith("<")
+    parser = model_format.make_parser(first_prompt[:num_shared_characters], {"get_weather": SCHEMA})
+    events = parser.push(later_prompt[num_shared_characters:]) + parser.finish()
     names = [event.name for event in events if isinstance(event, CallBegun)]
     assert names == ([] if name in NO_HISTORY else ["get_weather"])
     if not names:
@@ -101,5 +104,5 @@ async def test_rendered_earlier_call_is_readable_by_the_parser(model, backend):
     assert json.loads("".join(event.text for event in events if isinstance(event, CallArguments))) == ARGUMENTS
     reasoning = "".join(event.text for event in events if isinstance(event, ReasoningText))
     # Some templates leave out the reasoning of earlier answers.
-    assert reasoning in ("", CALLING.reasoning)
-    assert (reasoning == CALLING.reasoning) == (CALLING.reasoning in answered)
+    assert reasoning in ("", CALL_MESSAGE.reasoning)
+    assert (reasoning == CALL_MESSAGE.reasoning) == (CALL_MESSAGE.reasoning in later_prompt)

@@ -147,8 +147,8 @@ async def test_stream_equals_complete_answer(post_chat, post, set_reply, engine,
     set_reply(*answer)
     choice, usage = await post_chat(**fields)
     engine.burst = burst
-    streamed = {"tools": TOOLS, "stream": True, "stream_options": {"include_usage": True}, **fields}
-    response = await post(**streamed)
+    stream_fields = {"tools": TOOLS, "stream": True, "stream_options": {"include_usage": True}, **fields}
+    response = await post(**stream_fields)
     chunks = parse_chunks(await response.get_data())
     assert join_chunks(chunks) == choice
     assert chunks[-1]["usage"] == usage

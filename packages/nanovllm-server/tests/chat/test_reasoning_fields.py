@@ -1,4 +1,4 @@
-"""The names of reasoning options in different servers' APIs have the same effect."""
+"""Different servers have different names for a reasoning option. All names of an option have the same effect."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Rendering adapts roles, tools and calls to the support of the template."""
+"""Rendering adapts roles, tools and calls to the features that the template supports."""
 
 import json
 
@@ -31,9 +31,9 @@ class TemplateTokenizer:
         return "".join(self._template(message["role"], message["content"]) for message in messages)
 
 
-def make_strict_template(*known):
+def make_strict_template(*known_roles):
     def template(role, content):
-        if role not in known:
+        if role not in known_roles:
             raise TemplateError(f"unknown role {role}")
         return f"<{role}>{content}"
 
@@ -55,7 +55,7 @@ async def test_developer_becomes_system_unless_the_template_supports_it(template
     renderer.close()
 
 
-CALLS = (
+CONVERSATION_WITH_CALLS = (
     Message(role="user", content="hi"),
     Message(
         role="assistant", content=None, tool_calls=(PastToolCall("1", "f", '{"x": 1}'), PastToolCall("2", "g", ""))
@@ -109,30 +109,30 @@ def write_text_or_json(arguments):
 )
 async def test_call_arguments_are_passed_as_the_template_expects(write_call, expected):
     renderer = Renderer(CallTokenizer(write_call))
-    assert (await renderer.render(CALLS)).text == expected
+    assert (await renderer.render(CONVERSATION_WITH_CALLS)).text == expected
     renderer.close()
 
 
 async def test_incomplete_call_is_passed_as_text_or_refused():
-    cut = Message(role="assistant", content="", tool_calls=(PastToolCall("1", "f", '{"x'),))
+    cut_call_message = Message(role="assistant", content="", tool_calls=(PastToolCall("1", "f", '{"x'),))
     renderer = Renderer(CallTokenizer(write_json))
-    assert (await renderer.render([cut])).text == r';[f "{\"x"]'
+    assert (await renderer.render([cut_call_message])).text == r';[f "{\"x"]'
     renderer.close()
     renderer = Renderer(CallTokenizer(write_items))
     with pytest.raises(ApiError, match="messages: ") as refused:
-        await renderer.render([cut])
+        await renderer.render([cut_call_message])
     assert (refused.value.status, refused.value.code) == (400, "template_error")
     renderer.close()
 
 
 async def test_reserved_template_variable_is_a_400_that_names_the_field():
-    class Reserved(TemplateTokenizer):
+    class ReservedVariableTokenizer(TemplateTokenizer):
         def render_chat(self, messages, *, template_values=None, **_):
             if template_values:
                 raise TemplateValueError("tokenize can't be given to the chat template")
             return ""
 
-    renderer = Renderer(Reserved(None))
+    renderer = Renderer(ReservedVariableTokenizer(None))
     with pytest.raises(ApiError) as refused:
         await renderer.render(CONVERSATION, None, TemplateOptions(variables={"tokenize": True}))
     assert (refused.value.status, refused.value.param) == (400, "chat_template_kwargs")
@@ -145,9 +145,9 @@ def test_template_that_refuses_every_message_fails_at_start():
 
 
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
-ASKED = (Message(role="user", content="hi"),)
-CALLED = (
-    *ASKED,
+QUESTION = (Message(role="user", content="hi"),)
+CONVERSATION_WITH_CUT_CALL = (
+    *QUESTION,
     Message(
         role="assistant",
         content=None,
@@ -163,8 +163,8 @@ CALLED = (
 async def test_tools_become_text_if_the_template_shows_none(name, system):
     form = TOOL_CALL_FORMATS[name]
     renderer = Renderer(TemplateTokenizer(lambda role, content: f"<{role}>{content}"), form)
-    before = () if system is None else (Message(role="system", content=system),)
-    text = (await renderer.render((*before, *ASKED), [TOOL])).text
+    system_messages = () if system is None else (Message(role="system", content=system),)
+    text = (await renderer.render((*system_messages, *QUESTION), [TOOL])).text
     assert text.startswith(f"<system>{'' if system is None else 'Be brief.' + chr(10) * 2}You may call")
     assert text.endswith("<user>hi")
     assert text.count("<system>") == 1
@@ -173,7 +173,7 @@ async def test_tools_become_text_if_the_template_shows_none(name, system):
     parser = Parser(ChatFormat(None, form), tools={"NAME": None})
     example = text.partition("parameters:\n")[2].removesuffix("<user>hi")
     assert CallBegun(0, "NAME") in [*parser.push(example), *parser.finish()]
-    assert (await renderer.render((*before, *ASKED))).text.endswith("<user>hi")
+    assert (await renderer.render((*system_messages, *QUESTION))).text.endswith("<user>hi")
     renderer.close()
 
 
@@ -181,10 +181,10 @@ async def test_tools_become_text_if_the_template_shows_none(name, system):
 async def test_earlier_calls_become_text_if_the_template_shows_none(name):
     form = TOOL_CALL_FORMATS[name]
     renderer = Renderer(TemplateTokenizer(make_strict_template("system", "user", "assistant")), form)
-    text = (await renderer.render(CALLED)).text
-    said = text.removeprefix("<user>hi<assistant>").partition("<user>")[0]
+    text = (await renderer.render(CONVERSATION_WITH_CUT_CALL)).text
+    answer = text.removeprefix("<user>hi<assistant>").partition("<user>")[0]
     parser = Parser(ChatFormat(None, form), tools={"look": None, "f": None})
-    events = [*parser.push(said), *parser.finish()]
+    events = [*parser.push(answer), *parser.finish()]
     assert next(event.name for event in events if isinstance(event, CallBegun)) == "look"
     arguments = "".join(event.text for event in events if isinstance(event, CallArguments) and event.index == 0)
     assert json.loads(arguments) == {"x": "y"}
@@ -193,20 +193,20 @@ async def test_earlier_calls_become_text_if_the_template_shows_none(name):
 
 
 async def test_tools_are_passed_to_a_template_that_shows_them():
-    class Showing(CallTokenizer):
+    class ToolTokenizer(CallTokenizer):
         def render_chat(self, messages, *, tools=None, **_):
             return super().render_chat(messages) + json.dumps(tools)
 
-    renderer = Renderer(Showing(write_json), HERMES)
-    assert (await renderer.render(ASKED, [TOOL])).text == "hi;" + json.dumps([TOOL])
-    assert (await renderer.render(CALLED)).text.startswith('hi;;[look {"x": "y"}]')
+    renderer = Renderer(ToolTokenizer(write_json), HERMES)
+    assert (await renderer.render(QUESTION, [TOOL])).text == "hi;" + json.dumps([TOOL])
+    assert (await renderer.render(CONVERSATION_WITH_CUT_CALL)).text.startswith('hi;;[look {"x": "y"}]')
     renderer.close()
 
 
-async def test_prompts_that_are_too_long_are_not_cached():
+async def test_encoder_gets_max_tokens_as_the_limit_of_cached_tokens():
     limits = []
 
-    class Recording(TemplateTokenizer):
+    class RecordingTokenizer(TemplateTokenizer):
         def encode(self, text, *, add_special_tokens, max_cached_tokens=None):
             limits.append(max_cached_tokens)
             return super().encode(text, add_special_tokens=add_special_tokens)
@@ -214,15 +214,15 @@ async def test_prompts_that_are_too_long_are_not_cached():
         def min_num_tokens(self, text):
             return 0
 
-    renderer = Renderer(Recording(lambda role, content: content))
-    await renderer.render(ASKED, max_tokens=100)
+    renderer = Renderer(RecordingTokenizer(lambda role, content: content))
+    await renderer.render(QUESTION, max_tokens=100)
     assert limits == [100]
     renderer.close()
 
 
 async def test_extend_appends_text_to_a_prompt():
     renderer = Renderer(TemplateTokenizer(lambda role, content: content))
-    prompt = await renderer.extend(await renderer.render(ASKED), "\n<think>")
+    prompt = await renderer.extend(await renderer.render(QUESTION), "\n<think>")
     assert prompt.text == "hi\n<think>"
     assert prompt.token_ids.tolist() == [ord(character) for character in prompt.text]
     renderer.close()

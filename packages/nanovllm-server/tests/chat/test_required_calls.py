@@ -10,7 +10,7 @@ from nanovllm_server.parsing.model_format import ModelFormat
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 TOOLS = [{"type": "function", "function": {"name": "get_weather", "parameters": SCHEMA}}]
-NAMED = {"type": "function", "function": {"name": "get_weather"}}
+NAMED_TOOL_CHOICE = {"type": "function", "function": {"name": "get_weather"}}
 FORMATS = [HERMES, QWEN3_CODER, MINIMAX_M2, DEEPSEEK_R1, LLAMA]
 
 
@@ -29,7 +29,7 @@ def join_stream(data):
     return content, arguments, finish_reason
 
 
-@pytest.mark.parametrize("tool_choice", ["required", NAMED], ids=["required", "named"])
+@pytest.mark.parametrize("tool_choice", ["required", NAMED_TOOL_CHOICE], ids=["required", "named"])
 @pytest.mark.parametrize("call_format", FORMATS, ids=lambda form: type(form).__name__ + form.begin)
 @pytest.mark.parametrize("reasoning", ["", "<think>Hm.</think>\n\n"])
 async def test_markup_of_a_cut_call_is_never_content(

@@ -1,4 +1,4 @@
-"""Stop strings are found in any pieces of text, and are never returned."""
+"""Stop strings are found wherever the text is cut into pieces, and are never returned."""
 
 import itertools
 
@@ -12,7 +12,7 @@ STOPS = st.lists(st.text(alphabet=st.sampled_from("ab😀"), min_size=1, max_siz
 
 
 def first_stop(text, stops):
-    """The position of the stop string that ends first, found by brute force."""
+    """Finds the stop string that ends first, by brute force. Returns (position, stop string); None if there is none."""
     for end in range(len(text) + 1):
         for stop in sorted(stops, key=len, reverse=True):
             if text[:end].endswith(stop):
@@ -24,19 +24,19 @@ def first_stop(text, stops):
 def test_stop_strings_are_found_in_any_pieces(text, stops, cuts):
     matcher = StopMatcher(tuple(stops))
     bounds = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
-    out = ""
+    returned_text = ""
     for start, end in itertools.pairwise(bounds):
-        out += matcher.push(text[start:end])
+        returned_text += matcher.push(text[start:end])
         # Returned text can't be taken back, so this text must end before the first stop string.
-        assert text.startswith(out)
+        assert text.startswith(returned_text)
         if matcher.matched_stop:
             break
     expected = first_stop(text, stops)
     if expected is None:
         assert matcher.matched_stop is None
-        assert out + matcher.flush() == text
+        assert returned_text + matcher.flush() == text
     else:
-        assert (out, matcher.matched_stop) == (text[: expected[0]], expected[1])
+        assert (returned_text, matcher.matched_stop) == (text[: expected[0]], expected[1])
 
 
 @given(text=TEXT, stops=STOPS)

@@ -21,8 +21,8 @@ from nanovllm_server.protocol.answer import parse_answer_rule
 from nanovllm_server.protocol.field_reader import FieldReader
 from nanovllm_server.protocol.tools import parse_tools
 
-END = 2  # Id of the token that ends an answer.
-LENGTH = 400  # Maximum number of tokens of an answer.
+END_ID = 2  # Id of the token that ends an answer.
+MAX_ANSWER_TOKENS = 400
 
 
 @dataclass
@@ -45,12 +45,12 @@ class Walker:
     def __init__(self, path):
         self.tokenizer = load_tokenizer(path)
         self.vocabulary = TextVocabulary(self.tokenizer.backend)
-        tokens, _ = read_vocabulary(path, (END,))
+        tokens, _ = read_vocabulary(path, (END_ID,))
         self.vocab_size = len(tokens)
         # Compiled grammars are cached, because different requests often have the same grammar.
-        compiler = Compiler(tokens, (END,), self.vocab_size)
+        compiler = Compiler(tokens, (END_ID,), self.vocab_size)
         self.compile = functools.cache(lambda spec: _compile(compiler, spec))
-        self._ending_tokens = [
+        self._closing_tokens = [
             self.tokenizer.encode(text, add_special_tokens=False).tolist()[0]
             for text in ('"', "}", "]", '",', '"}', "<", "\n")
         ]
@@ -58,37 +58,37 @@ class Walker:
     def draw(self, grammar: Grammar, random: Random, goals: tuple[str, ...] = ()) -> tuple[list[int], bool]:
         """Returns (random tokens that the grammar allows, whether the answer ended).
 
-        goals: texts that some of the tokens spell where the grammar allows it.
+        goals: texts. At random steps, the answer begins to spell one of them, until the grammar forbids the next token.
         """
         matcher = grammar.start()
         masks = np.zeros((1, -(-self.vocab_size // 32)), np.int32)
-        plans = [self.tokenizer.encode(goal, add_special_tokens=False).tolist() for goal in goals]
-        made: list[int] = []
-        plan: list[int] = []
-        while len(made) < LENGTH:
+        goal_tokens = [self.tokenizer.encode(goal, add_special_tokens=False).tolist() for goal in goals]
+        tokens: list[int] = []
+        pending_tokens: list[int] = []
+        while len(tokens) < MAX_ANSWER_TOKENS:
             matcher.fill_mask(masks, 0)
             assert masks.any(), "nothing may come next"
-            if not plan and plans and random.random() < 0.2:
-                plan = list(random.choice(plans))
-            token = self._choose(masks[0].view(np.uint8), random, plan)
-            plan = plan[1:] if plan and plan[0] == token else []
+            if not pending_tokens and goal_tokens and random.random() < 0.2:
+                pending_tokens = list(random.choice(goal_tokens))
+            token = self._choose(masks[0].view(np.uint8), random, pending_tokens)
+            pending_tokens = pending_tokens[1:] if pending_tokens and pending_tokens[0] == token else []
             assert matcher.accept(token)
-            if token == END:
-                return made, True
-            made.append(token)
-        return made, False
+            if token == END_ID:
+                return tokens, True
+            tokens.append(token)
+        return tokens, False
 
-    def _choose(self, mask, random, plan):
+    def _choose(self, mask, random, pending_tokens):
         def allowed(token):
             return mask[token >> 3] >> (token & 7) & 1
 
-        if plan and allowed(plan[0]):
-            return plan[0]
-        if allowed(END) and random.random() < 0.5:
-            return END
-        ends = list(filter(allowed, self._ending_tokens))
-        if ends and random.random() < 0.5:
-            return random.choice(ends)
+        if pending_tokens and allowed(pending_tokens[0]):
+            return pending_tokens[0]
+        if allowed(END_ID) and random.random() < 0.5:
+            return END_ID
+        allowed_closing_tokens = list(filter(allowed, self._closing_tokens))
+        if allowed_closing_tokens and random.random() < 0.5:
+            return random.choice(allowed_closing_tokens)
         # Draw a byte of the mask (eight tokens), then a bit. Listing all allowed tokens would take most of the time.
         byte = int(random.choice(np.flatnonzero(mask)))
         return byte * 8 + random.choice([bit for bit in range(8) if mask[byte] >> bit & 1])
@@ -132,8 +132,8 @@ def draw_answers(walker):
                     case CallBegun(_, name):
                         answer.calls.append((name, ""))
                     case CallArguments(index, text):
-                        name, before = answer.calls[index]
-                        answer.calls[index] = (name, before + text)
+                        name, arguments_so_far = answer.calls[index]
+                        answer.calls[index] = (name, arguments_so_far + text)
             assert not finished or not parser.in_call
             yield answer
 

@@ -22,9 +22,9 @@ TOOLS = [
     {"type": "function", "function": {"name": "look", "description": "d", "parameters": SCHEMA}},
     {"type": "function", "function": {"name": "ping"}},
 ]
-STRICT = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}, TOOLS[1]]
-NAMED = {"type": "function", "function": {"name": "look"}}
-PLAIN, THINKING = ChatFormat(None, HERMES), ChatFormat(THINK, HERMES)
+STRICT_TOOLS = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}, TOOLS[1]]
+NAMED_TOOL_CHOICE = {"type": "function", "function": {"name": "look"}}
+PLAIN_FORMAT, THINKING_FORMAT = ChatFormat(None, HERMES), ChatFormat(THINK, HERMES)
 CALL = '<tool_call>\n{"name": "look", "arguments": {"city": "Paris"}}\n</tool_call>'
 
 
@@ -40,20 +40,20 @@ def set_reply(engine, service, vocabulary):
 
 
 @pytest.fixture
-def grammar(post, engine):
+def send_and_get_grammar(post, engine):
     """A function that sends a request, and returns the grammar that the engine gets."""
 
-    async def grammar(**fields):
+    async def send_and_get_grammar(**fields):
         response = await post(**fields)
         assert response.status_code == 200, await response.get_data()
         spec = engine.requests[-1].sampling.grammar
         assert engine.compiled[-1:] == ([spec] if spec is not None else [])
         return spec
 
-    return grammar
+    return send_and_get_grammar
 
 
-def parts(spec):
+def list_elements(spec):
     """The elements of a structural tag."""
     assert spec.kind == "structural_tag"
     form = json.loads(spec.source)["format"]
@@ -73,118 +73,122 @@ def parts(spec):
     ],
     ids=lambda value: str(value)[:40],
 )
-async def test_answer_without_reasoning_matches_the_requested_format(grammar, fields, kind, source):
-    spec = await grammar(**fields)
+async def test_answer_without_reasoning_matches_the_requested_format(send_and_get_grammar, fields, kind, source):
+    spec = await send_and_get_grammar(**fields)
     assert spec.kind == kind
     assert (json.loads(spec.source) if kind == "json_schema" else spec.source) == source
 
 
-async def test_free_answers_have_no_grammar(grammar, set_reply):
-    set_reply(THINKING)
+async def test_free_answers_have_no_grammar(send_and_get_grammar, set_reply):
+    set_reply(THINKING_FORMAT)
     for fields in (
         {},
         {"response_format": {"type": "text"}},
         {"tools": TOOLS},
-        {"tools": STRICT, "tool_choice": "none"},
+        {"tools": STRICT_TOOLS, "tool_choice": "none"},
     ):
-        assert await grammar(**fields) is None
+        assert await send_and_get_grammar(**fields) is None
 
 
-async def test_choices_become_literals(grammar):
-    (choices,) = parts(await grammar(structured_outputs={"choice": ["a", 'b"']}))
+async def test_choices_become_literals(send_and_get_grammar):
+    (choices,) = list_elements(await send_and_get_grammar(structured_outputs={"choice": ["a", 'b"']}))
     assert [element["value"] for element in choices["elements"]] == ["a", 'b"']
 
 
 @pytest.mark.parametrize("as_text", [False, True])
-async def test_a_structural_tag_is_passed_on(grammar, as_text):
+async def test_a_structural_tag_is_passed_on(send_and_get_grammar, as_text):
     inner = {"type": "json_schema", "json_schema": SCHEMA}
     form = {"type": "tag", "begin": "<a>", "content": inner, "end": "</a>"}
 
     def with_place(path):
         return {**form, "content": {**inner, "place": f"{path}.format.content.json_schema"}}
 
-    asked = {"type": "structural_tag", "format": form}
-    assert parts(await grammar(response_format=asked)) == [with_place("response_format")]
-    spec = await grammar(structured_outputs={"structural_tag": json.dumps(asked) if as_text else asked})
-    assert parts(spec) == [with_place("structured_outputs.structural_tag")]
+    tag = {"type": "structural_tag", "format": form}
+    assert list_elements(await send_and_get_grammar(response_format=tag)) == [with_place("response_format")]
+    spec = await send_and_get_grammar(structured_outputs={"structural_tag": json.dumps(tag) if as_text else tag})
+    assert list_elements(spec) == [with_place("structured_outputs.structural_tag")]
 
 
 @pytest.mark.parametrize("fields", [{"response_format": JSON_SCHEMA}, {"tools": TOOLS, "tool_choice": "required"}])
-async def test_reasoning_precedes_the_constraint(grammar, set_reply, fields):
-    set_reply(THINKING)
-    free, *_ = parts(await grammar(**fields))
-    assert free["type"] == "optional"
-    begun, *_ = parts(await grammar(**fields, chat_template_kwargs={"opening": "<think>\n"}))
-    assert begun["type"] == "any_text"
-    assert begun["excludes"] == ["</think>", *(["<tool_call>"] if "tools" in fields else [])]
-    over = await grammar(**fields, chat_template_kwargs={"opening": "<think>\n\n</think>\n\n"})
-    set_reply(PLAIN)
-    assert await grammar(**fields) == over
+async def test_reasoning_precedes_the_constraint(send_and_get_grammar, set_reply, fields):
+    set_reply(THINKING_FORMAT)
+    free_part, *_ = list_elements(await send_and_get_grammar(**fields))
+    assert free_part["type"] == "optional"
+    begun_part, *_ = list_elements(await send_and_get_grammar(**fields, chat_template_kwargs={"opening": "<think>\n"}))
+    assert begun_part["type"] == "any_text"
+    assert begun_part["excludes"] == ["</think>", *(["<tool_call>"] if "tools" in fields else [])]
+    grammar_after_reasoning = await send_and_get_grammar(
+        **fields, chat_template_kwargs={"opening": "<think>\n\n</think>\n\n"}
+    )
+    set_reply(PLAIN_FORMAT)
+    assert await send_and_get_grammar(**fields) == grammar_after_reasoning
 
 
-async def test_named_and_required_calls_are_enforced(grammar, set_reply):
-    set_reply(PLAIN)
-    named, schema, end = parts(await grammar(tools=TOOLS, tool_choice=NAMED))
+async def test_named_and_required_calls_are_enforced(send_and_get_grammar, set_reply):
+    set_reply(PLAIN_FORMAT)
+    named, schema, end = list_elements(await send_and_get_grammar(tools=TOOLS, tool_choice=NAMED_TOOL_CHOICE))
     assert named["value"] == '<tool_call>\n{"name": "look", "arguments": '
     assert (schema["type"], schema["json_schema"]) == ("json_schema", SCHEMA)
     assert (schema["place"], schema["objects_only"]) == ("tools[0].function.parameters", True)
     assert end["value"] == "}\n</tool_call>"
-    required = await grammar(tools=TOOLS, tool_choice="required")
-    only_look = {"mode": "required", "tools": [NAMED]}
-    allowed = await grammar(tools=TOOLS, tool_choice={"type": "allowed_tools", "allowed_tools": only_look})
+    required = await send_and_get_grammar(tools=TOOLS, tool_choice="required")
+    only_look = {"mode": "required", "tools": [NAMED_TOOL_CHOICE]}
+    allowed = await send_and_get_grammar(tools=TOOLS, tool_choice={"type": "allowed_tools", "allowed_tools": only_look})
     assert '"name\\": \\"ping' in required.source
     assert "ping" not in allowed.source
     # A function without parameters gets no arguments.
     assert '"json_schema":{"type":"object","properties":{},"additionalProperties":false}' in required.source
-    single = await grammar(tools=TOOLS, tool_choice="required", parallel_tool_calls=False)
-    assert [part["type"] for part in parts(required)].count("repeat") == 1
+    single = await send_and_get_grammar(tools=TOOLS, tool_choice="required", parallel_tool_calls=False)
+    assert [part["type"] for part in list_elements(required)].count("repeat") == 1
     assert "repeat" not in single.source
 
 
-async def test_strict_functions_constrain_calls_but_not_text(grammar, set_reply):
-    set_reply(PLAIN)
-    text, calls = parts(await grammar(tools=STRICT))
+async def test_strict_functions_constrain_calls_but_not_text(send_and_get_grammar, set_reply):
+    set_reply(PLAIN_FORMAT)
+    text, calls = list_elements(await send_and_get_grammar(tools=STRICT_TOOLS))
     assert text == {"type": "any_text", "excludes": ["<tool_call>"]}
     assert calls["type"] == "repeat"
     set_reply(ChatFormat(None, LLAMA))
-    (either,) = parts(await grammar(tools=STRICT))
-    assert either["type"] == "or"
+    (alternatives,) = list_elements(await send_and_get_grammar(tools=STRICT_TOOLS))
+    assert alternatives["type"] == "or"
 
 
-async def test_answer_with_a_schema_may_be_a_call(grammar, post, set_reply):
-    set_reply(PLAIN, CALL)
-    (either,) = parts(await grammar(tools=TOOLS, response_format=JSON_SCHEMA))
-    assert either["type"] == "or"
+async def test_answer_with_a_schema_may_be_a_call(send_and_get_grammar, post, set_reply):
+    set_reply(PLAIN_FORMAT, CALL)
+    (alternatives,) = list_elements(await send_and_get_grammar(tools=TOOLS, response_format=JSON_SCHEMA))
+    assert alternatives["type"] == "or"
     fields = {"tools": TOOLS, "response_format": JSON_SCHEMA}
     choice = (await (await post(**fields)).get_json())["choices"][0]
     assert (choice["finish_reason"], len(choice["message"]["tool_calls"])) == ("tool_calls", 1)
     # An answer that begins with JSON is not a call, even if the JSON contains a call.
     text = json.dumps({"city": CALL})
-    set_reply(PLAIN, text)
+    set_reply(PLAIN_FORMAT, text)
     choice = (await (await post(**fields)).get_json())["choices"][0]
     assert (choice["finish_reason"], choice["message"]["content"]) == ("stop", text)
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
-    ("choice", "max_tokens", "reason"),
+    ("tool_choice", "max_tokens", "reason"),
     [
         ("auto", None, "tool_calls"),
         ("required", None, "tool_calls"),
-        (NAMED, None, "stop"),
+        (NAMED_TOOL_CHOICE, None, "stop"),
         ("required", 50, "length"),
-        (NAMED, 50, "length"),
+        (NAMED_TOOL_CHOICE, 50, "length"),
     ],
     ids=str,
 )
-async def test_finish_reason_depends_on_tool_choice_and_length(post, set_reply, stream, choice, max_tokens, reason):
-    set_reply(PLAIN, CALL)
-    response = await post(tools=TOOLS, tool_choice=choice, max_tokens=max_tokens, stream=stream)
+async def test_finish_reason_depends_on_tool_choice_and_length(
+    post, set_reply, stream, tool_choice, max_tokens, reason
+):
+    set_reply(PLAIN_FORMAT, CALL)
+    response = await post(tools=TOOLS, tool_choice=tool_choice, max_tokens=max_tokens, stream=stream)
     if stream:
         events = [line.removeprefix("data: ") for line in (await response.get_data()).decode().split("\n\n") if line]
         choices = [json.loads(event)["choices"][0] for event in events[:-1]]
         assert choices[-1]["finish_reason"] == reason
-        assert any("tool_calls" in each["delta"] for each in choices)
+        assert any("tool_calls" in choice["delta"] for choice in choices)
     else:
         choice = (await response.get_json())["choices"][0]
         assert choice["finish_reason"] == reason
@@ -192,7 +196,7 @@ async def test_finish_reason_depends_on_tool_choice_and_length(post, set_reply, 
 
 
 async def test_reasoning_budget_reaches_the_engine(post, engine, set_reply, service, vocabulary, monkeypatch):
-    set_reply(THINKING, "Hm.</think>\n\nok")
+    set_reply(THINKING_FORMAT, "Hm.</think>\n\nok")
     # The end tag is not a single token of this tokenizer, so the server refuses a budget.
     response = await post(max_reasoning_tokens=3)
     assert (await response.get_json())["error"]["param"] == "max_reasoning_tokens"
@@ -209,7 +213,7 @@ async def test_reasoning_budget_reaches_the_engine(post, engine, set_reply, serv
     assert engine.requests[-1].prompt_ids[-10:].tolist() == [*b"hi<think>\n"]
     await post(max_reasoning_tokens=3, chat_template_kwargs={"opening": "<think>\n</think>"})
     assert engine.requests[-1].sampling.reasoning_budget is None
-    set_reply(PLAIN)
+    set_reply(PLAIN_FORMAT)
     await post(max_reasoning_tokens=3)
     assert engine.requests[-1].sampling.reasoning_budget is None
 
@@ -250,7 +254,7 @@ def json_schema(schema):
             "tools[1].function.parameters/properties/a/uniqueItems",
             "unsupported",
         ),
-        # The schemas in these requests have no effect on the answer, but are checked all the same.
+        # The schemas in these requests have no effect on the answer, but the server checks these schemas too.
         (
             {"response_format": json_schema(UNIQUE), "tools": TOOLS, "tool_choice": "required"},
             "response_format.json_schema.schema/uniqueItems",
@@ -290,22 +294,24 @@ async def test_parameters_that_elements_cannot_hold_are_a_400(post, engine, set_
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
-    ("fields", "bad", "param"),
+    ("fields", "refused_text", "param"),
     [
         ({"response_format": JSON_SCHEMA}, "city", "response_format.json_schema.schema"),
         ({"structured_outputs": {"regex": "x"}}, "x", "structured_outputs.regex"),
         ({"structured_outputs": {"grammar": "x"}}, "x", "structured_outputs.grammar"),
         ({"structured_outputs": {"choice": ["a", "x"]}}, "x", "structured_outputs.choice"),
-        ({"tools": STRICT}, "city", "tools[0].function.parameters"),
+        ({"tools": STRICT_TOOLS}, "city", "tools[0].function.parameters"),
         ({"tools": [TOOLS[1], TOOLS[0]], "tool_choice": "required"}, "city", "tools[1].function.parameters"),
         # No single function causes this error.
         ({"tools": TOOLS, "tool_choice": "required"}, "tool_call", "tools"),
     ],
     ids=str,
 )
-async def test_invalid_grammar_is_a_400_of_its_field(post, engine, service, set_reply, fields, bad, param, stream):
-    set_reply(PLAIN)
-    engine.grammar_errors = {bad: "it takes more than 10 s to compile"}
+async def test_invalid_grammar_is_a_400_of_its_field(
+    post, engine, service, set_reply, fields, refused_text, param, stream
+):
+    set_reply(PLAIN_FORMAT)
+    engine.grammar_errors = {refused_text: "it takes more than 10 s to compile"}
     response = await post(**fields, stream=stream)
     error = (await response.get_json())["error"]
     assert (response.status_code, error["param"], error["code"]) == (400, param, "invalid_grammar")
@@ -315,8 +321,8 @@ async def test_invalid_grammar_is_a_400_of_its_field(post, engine, service, set_
     assert service.admission.num_active == 0
 
 
-async def test_too_many_tools_are_refused(post, engine, set_reply):
-    set_reply(PLAIN)
+async def test_tools_that_make_the_grammar_too_large_are_refused(post, engine, set_reply):
+    set_reply(PLAIN_FORMAT)
     values = ["x" * 1000 + str(index) for index in range(200)]
     schema = {"type": "object", "properties": {"a": {"enum": values}}}
     tools = [{"type": "function", "function": {"name": f"f{index}", "parameters": schema}} for index in range(8)]
@@ -331,12 +337,12 @@ async def test_disconnect_during_compilation_frees_everything(url, engine, servi
     engine.compiling_s = 60
     async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0) as sdk:
         fields = {"model": "scripted", "messages": [{"role": "user", "content": "hi"}], "response_format": JSON_SCHEMA}
-        asking = asyncio.create_task(sdk.chat.completions.create(**fields, stream=stream))
+        request_task = asyncio.create_task(sdk.chat.completions.create(**fields, stream=stream))
         async with asyncio.timeout(30):
             while not engine.num_compiling:
                 await asyncio.sleep(0.01)
             assert service.admission.num_active == 1
-            asking.cancel()
+            request_task.cancel()
             while service.admission.num_active or engine.num_compiling:
                 await asyncio.sleep(0.01)
     assert engine.requests == []
@@ -347,7 +353,7 @@ async def test_disconnect_during_compilation_frees_everything(url, engine, servi
 async def test_grammar_that_fails_later_is_a_400_of_its_field(post, engine, service, stream):
     engine.endless = True
     engine.delay = 0.01
-    asking = asyncio.create_task(post(structured_outputs={"regex": "x+"}, stream=stream, n=2))
+    request_task = asyncio.create_task(post(structured_outputs={"regex": "x+"}, stream=stream, n=2))
     async with asyncio.timeout(30):
         while len(engine.requests) < 2:
             await asyncio.sleep(0.01)
@@ -355,7 +361,7 @@ async def test_grammar_that_fails_later_is_a_400_of_its_field(post, engine, serv
         # The stream begins with the first token, after `engine.delay`. A failure before that time would be a 400.
         await asyncio.sleep(10 * engine.delay)
     engine.refuse_grammar(engine.keys[1], "it takes too long to follow")
-    response = await asking
+    response = await request_task
     data = (await response.get_data()).decode()
     if stream:
         data, done, _ = data.partition("event: error\ndata: ")[2].split("\n\n")

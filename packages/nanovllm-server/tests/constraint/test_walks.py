@@ -1,4 +1,4 @@
-"""Random answers that grammars allow: in every format, the parser reads calls with valid arguments from them."""
+"""Random answers that grammars allow. In every format, the calls that the parser reads have valid arguments."""
 
 import json
 import re
@@ -46,7 +46,7 @@ TOOLS = [
     {"type": "function", "function": {"name": "ping"}},
     {"type": "function", "function": {"name": "any", "parameters": {"type": "object"}}},
 ]
-NAMED = {"type": "function", "function": {"name": "look"}}
+NAMED_TOOL_CHOICE = {"type": "function", "function": {"name": "look"}}
 SCHEMAS = {"look": ARGUMENTS, "ping": {"type": "object"}, "any": {"type": "object"}}
 # (reasoning format, prompt) by the state of reasoning at the end of the prompt.
 PROMPTS = {"no reasoning": (None, ""), "begun": (THINK, "<think>\n"), "free": (THINK, ""), "over": (THINK, "</think>")}
@@ -67,35 +67,35 @@ def check_arguments(answer):
         jsonschema.validate(arguments, SCHEMAS[name], jsonschema.Draft202012Validator)
 
 
-@pytest.mark.parametrize("prompt", PROMPTS)
+@pytest.mark.parametrize("state", PROMPTS)
 @pytest.mark.parametrize("choice", ["required", "named", "auto"])
 @pytest.mark.parametrize("name", TOOL_CALL_FORMATS)
-def test_arguments_of_calls_are_valid(draw_answers, name, choice, prompt):
-    reasoning, text = PROMPTS[prompt]
+def test_arguments_of_calls_are_valid(draw_answers, name, choice, state):
+    reasoning, prompt = PROMPTS[state]
     form = TOOL_CALL_FORMATS[name]
-    tool_choice = NAMED if choice == "named" else choice
-    finished = 0
+    tool_choice = NAMED_TOOL_CHOICE if choice == "named" else choice
+    num_finished = 0
     for answer in draw_answers(
-        ChatFormat(reasoning, form), text, count=10, goals=goals(form), tools=TOOLS, tool_choice=tool_choice
+        ChatFormat(reasoning, form), prompt, count=10, goals=goals(form), tools=TOOLS, tool_choice=tool_choice
     ):
         if not answer.finished:
             continue
-        finished += 1
+        num_finished += 1
         check_arguments(answer)
         if choice != "auto":
             assert answer.content == ""
             assert 1 <= len(answer.calls) <= 16
         if choice == "named":
             assert [name for name, _ in answer.calls] == ["look"]
-    assert finished
+    assert num_finished
 
 
 @pytest.mark.parametrize("name", TOOL_CALL_FORMATS)
 def test_functions_without_an_enforced_schema_may_have_arguments(draw_answers, name):
     form = ChatFormat(None, TOOL_CALL_FORMATS[name])
     parameter = getattr(form.tool_calls, "parameter_begin", '"a": ')
-    words = (*goals(form.tool_calls), parameter, "any", "any")
-    answers = draw_answers(form, count=40, goals=words, tools=TOOLS[2:], structured_outputs={"regex": "x"})
+    goal_texts = (*goals(form.tool_calls), parameter, "any", "any")
+    answers = draw_answers(form, count=40, goals=goal_texts, tools=TOOLS[2:], structured_outputs={"regex": "x"})
     assert any(arguments for answer in answers if answer.finished for arguments in answer.arguments())
 
 
@@ -115,15 +115,15 @@ def test_only_allowed_functions_are_called(draw_answers, name):
     form = ChatFormat(None, TOOL_CALL_FORMATS[name])
     allowed = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "ping"}}]}
     choice = {"type": "allowed_tools", "allowed_tools": allowed}
-    words = (*goals(form.tool_calls), "look", "ping", '{"name": "')
-    for answer in draw_answers(form, count=12, goals=words, tools=TOOLS, tool_choice=choice):
+    goal_texts = (*goals(form.tool_calls), "look", "ping", '{"name": "')
+    for answer in draw_answers(form, count=12, goals=goal_texts, tools=TOOLS, tool_choice=choice):
         assert {name for name, _ in answer.calls} <= {"ping"}
 
 
-@pytest.mark.parametrize("prompt", PROMPTS)
+@pytest.mark.parametrize("state", PROMPTS)
 @pytest.mark.parametrize("name", TOOL_CALL_FORMATS)
-def test_answer_is_schema_json_or_calls(draw_answers, name, prompt):
-    reasoning, text = PROMPTS[prompt]
+def test_answer_is_schema_json_or_calls(draw_answers, name, state):
+    reasoning, prompt = PROMPTS[state]
     form = TOOL_CALL_FORMATS[name]
     schema = {
         "type": "object",
@@ -131,10 +131,10 @@ def test_answer_is_schema_json_or_calls(draw_answers, name, prompt):
         "required": ["a"],
         "additionalProperties": False,
     }
-    asked = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-    words = (*goals(form), '{"a": "')
+    answer_format = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    goal_texts = (*goals(form), '{"a": "')
     for answer in draw_answers(
-        ChatFormat(reasoning, form), text, count=8, goals=words, tools=TOOLS[:1], response_format=asked
+        ChatFormat(reasoning, form), prompt, count=8, goals=goal_texts, tools=TOOLS[:1], response_format=answer_format
     ):
         if not answer.finished:
             continue
@@ -145,7 +145,7 @@ def test_answer_is_schema_json_or_calls(draw_answers, name, prompt):
 
 
 @pytest.mark.parametrize(
-    ("wanted", "pattern"),
+    ("structured_outputs", "pattern"),
     [
         ({"regex": "(yes|no), [a-z]{3,8}"}, "(yes|no), [a-z]{3,8}"),
         ({"choice": ["red", "green", 'a (b) \\ "c"']}, re.escape("red") + "|green|" + re.escape('a (b) \\ "c"')),
@@ -166,11 +166,11 @@ def test_answer_is_schema_json_or_calls(draw_answers, name, prompt):
     ],
     ids=["regex", "choice", "grammar", "tag"],
 )
-@pytest.mark.parametrize("prompt", PROMPTS)
-def test_text_matches_the_requested_format(draw_answers, prompt, wanted, pattern):
-    reasoning, text = PROMPTS[prompt]
+@pytest.mark.parametrize("state", PROMPTS)
+def test_text_matches_the_requested_format(draw_answers, state, structured_outputs, pattern):
+    reasoning, prompt = PROMPTS[state]
     answers = draw_answers(
-        ChatFormat(reasoning, None), text, count=6, goals=("</think>",) * 2, structured_outputs=wanted
+        ChatFormat(reasoning, None), prompt, count=6, goals=("</think>",) * 2, structured_outputs=structured_outputs
     )
     contents = [answer.content for answer in answers if answer.finished]
     assert contents

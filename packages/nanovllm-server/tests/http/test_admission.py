@@ -33,14 +33,14 @@ async def test_right_api_key_is_accepted(post, client, service):
 
 async def test_full_queue_is_a_429(post, engine, service):
     engine.delay = 0.02
-    first = [asyncio.create_task(post(n=4)), asyncio.create_task(post(n=4))]
+    admitted_tasks = [asyncio.create_task(post(n=4)), asyncio.create_task(post(n=4))]
     while service.admission.num_active < 8:
         await asyncio.sleep(0.001)
-    refused = await post()
-    assert refused.status_code == 429
-    assert int(refused.headers["Retry-After"]) >= 1
-    assert (await refused.get_json())["error"]["code"] == "queue_full"
-    assert [(await task).status_code for task in first] == [200, 200]
+    refused_response = await post()
+    assert refused_response.status_code == 429
+    assert int(refused_response.headers["Retry-After"]) >= 1
+    assert (await refused_response.get_json())["error"]["code"] == "queue_full"
+    assert [(await task).status_code for task in admitted_tasks] == [200, 200]
     assert service.admission.num_active == 0
     assert (await post()).status_code == 200
 
@@ -53,7 +53,7 @@ async def test_draining_server_is_a_503(post, client, service):
     ready = await client.get("/ready")
     assert ready.status_code == 503
     assert "shutting down" in (await ready.get_json())["reason"]
-    # A probe of liveness must not end the process before the requests have ended.
+    # Liveness probes succeed. If they failed, an orchestrator would kill the process before the requests have ended.
     for path in ("/health", "/ping"):
         assert (await client.get(path)).status_code == 200
 
@@ -92,7 +92,7 @@ async def test_engine_death_in_mid_stream_is_an_error_event(post, engine, servic
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_bug_is_a_500_with_the_id_of_the_log(post, engine, service, stream):
+async def test_bug_is_a_500_with_the_request_id(post, engine, service, stream):
     engine.crash = KeyError("secret detail")
     response = await post(stream=stream, headers={"X-Request-Id": "trace-7"})
     data = await response.get_data()

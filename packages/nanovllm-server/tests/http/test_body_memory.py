@@ -22,10 +22,10 @@ def part(data: bytes, *, more: bool = True):
 
 
 class Holder:
-    """A request that holds a share until `leave` is set."""
+    """A request that holds a share until `release` is set."""
 
     def __init__(self, memory: BodyMemory, num_bytes: int):
-        self.leave = asyncio.Event()
+        self.release = asyncio.Event()
         self.is_holding = False
         self._memory, self._num_bytes = memory, num_bytes
         self.task = asyncio.create_task(self._run())
@@ -33,7 +33,7 @@ class Holder:
     async def _run(self) -> None:
         async with self._memory.hold(self._num_bytes):
             self.is_holding = True
-            await self.leave.wait()
+            await self.release.wait()
 
 
 async def test_bodies_wait_in_order_until_memory_is_free():
@@ -42,11 +42,11 @@ async def test_bodies_wait_in_order_until_memory_is_free():
     await asyncio.sleep(0)
     # The third body would fit, but the second came earlier.
     assert [holder.is_holding for holder in holders] == [True, False, False]
-    holders[0].leave.set()
+    holders[0].release.set()
     await until(lambda: all(holder.is_holding for holder in holders[1:]))
     assert memory.num_free_bytes == MIB
     for holder in holders:
-        holder.leave.set()
+        holder.release.set()
     await asyncio.gather(*(holder.task for holder in holders))
     assert memory.num_free_bytes == 4 * MIB
 
@@ -65,15 +65,15 @@ async def test_cancelled_body_gives_its_memory_back(when):
     third = Holder(memory, MIB)
     await asyncio.sleep(0)
     if when != "waiting":
-        first.leave.set()
+        first.release.set()
         await until(lambda: memory.num_free_bytes == 0 and first.task.done())
     if when == "holding":
         await until(lambda: second.is_holding)
     second.task.cancel()
     await asyncio.wait((second.task,))
-    first.leave.set()
+    first.release.set()
     await until(lambda: third.is_holding)
-    third.leave.set()
+    third.release.set()
     await third.task
     assert memory.num_free_bytes == 2 * MIB
 
@@ -112,17 +112,17 @@ async def test_nothing_is_kept_of_a_refused_body():
 
 async def test_body_beyond_the_limit_is_dropped():
     body = RequestBody()
-    reading = asyncio.create_task(body.read(MIB))
+    read_task = asyncio.create_task(body.read(MIB))
     await asyncio.sleep(0)
     for _ in range(3):
         body.add(part(bytes(MIB // 2)))
         assert len(body._data) <= MIB
     with pytest.raises(Exception, match="413"):
-        await reading
+        await read_task
     assert not body._data
 
 
-async def test_body_is_not_taken_from_the_connection_before_the_checks(service):
+async def test_body_is_not_received_while_it_waits_for_memory(service):
     """The application receives nothing while the body waits for memory."""
     service.max_body_bytes = service.body_memory_bytes = MIB
     app = create_app(service)
@@ -169,13 +169,13 @@ async def test_body_is_not_taken_from_the_connection_before_the_checks(service):
     await asyncio.wait((first, second))
 
 
-@pytest.mark.parametrize("length", [b"Content-Length: 99999999", b"Content-Length: 1000"])
-async def test_key_and_length_are_checked_before_the_body_arrives(url, service, length):
+@pytest.mark.parametrize("length_header", [b"Content-Length: 99999999", b"Content-Length: 1000"])
+async def test_key_and_length_are_checked_before_the_body_arrives(url, service, length_header):
     reader, writer = await connect(url)
     service.api_keys = ("secret",)
-    key = b"wrong" if b"1000" in length else b"secret"
+    key = b"wrong" if b"1000" in length_header else b"secret"
     writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer " + key)
-    writer.write(b"\r\nContent-Type: application/json\r\n" + length + b"\r\n\r\n")
+    writer.write(b"\r\nContent-Type: application/json\r\n" + length_header + b"\r\n\r\n")
     async with asyncio.timeout(30):
         line = await reader.readline()
     assert line.startswith(b"HTTP/1.1 401 " if key == b"wrong" else b"HTTP/1.1 413 ")

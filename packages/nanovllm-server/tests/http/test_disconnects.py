@@ -71,7 +71,7 @@ async def send_and_disconnect(url: str, rng: random.Random) -> None:
 
 async def test_disconnected_clients_leave_no_tasks_or_requests(url, streaming_service, engine):
     await asyncio.sleep(0.05)
-    before = asyncio.all_tasks()
+    tasks_before = asyncio.all_tasks()
     rng, slots = random.Random(0), asyncio.Semaphore(MAX_CONCURRENT)
 
     async def disconnect_in_turn(seed: float) -> None:
@@ -81,14 +81,14 @@ async def test_disconnected_clients_leave_no_tasks_or_requests(url, streaming_se
     await asyncio.gather(*(disconnect_in_turn(rng.random()) for _ in range(NUM_CLIENTS)))
     async with asyncio.timeout(20):
         while (
-            asyncio.all_tasks() - before
+            asyncio.all_tasks() - tasks_before
             or streaming_service.admission.num_active
             or streaming_service.running
             or engine.num_active
         ):
             await asyncio.sleep(0.02)
     assert streaming_service.admission.idle.is_set()
-    finished = streaming_service.metrics.finish_reasons
-    assert all(finished[reason] for reason in ("tool_calls", "abort"))
-    codes = {status for (_, status), count in streaming_service.metrics.http_exchanges.items() if count}
-    assert {200, 400, 499, 504} <= codes <= {200, 400, 429, 499, 504}
+    counts_by_reason = streaming_service.metrics.finish_reasons
+    assert all(counts_by_reason[reason] for reason in ("tool_calls", "abort"))
+    statuses = {status for (_, status), count in streaming_service.metrics.http_exchanges.items() if count}
+    assert {200, 400, 499, 504} <= statuses <= {200, 400, 429, 499, 504}

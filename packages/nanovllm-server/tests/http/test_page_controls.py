@@ -38,10 +38,10 @@ async def test_copy_buttons_fill_the_clipboard(tab, engine):
     ):
         await tab.evaluate("announce('')")
         await tab.click(selector)
-        shown = f"document.querySelector('{selector}').textContent"
-        await tab.wait_until(f"$('status').textContent === 'Copied' && {shown} === 'Copied'")
+        button_text = f"document.querySelector('{selector}').textContent"
+        await tab.wait_until(f"$('status').textContent === 'Copied' && {button_text} === 'Copied'")
         assert (await tab.evaluate("navigator.clipboard.readText()")).rstrip("\n") == text
-    await tab.wait_until(f"{shown} === 'Copy'")
+    await tab.wait_until(f"{button_text} === 'Copy'")
 
 
 async def test_copy_works_without_the_clipboard_api(tab):
@@ -100,7 +100,7 @@ async def test_edit_sends_the_changed_message_and_drops_later_turns(tab, tokeniz
     assert await tab.evaluate(IS_INPUT_FOCUSED)
 
 
-async def test_message_is_kept_after_an_error_when_the_input_has_another(tab, engine, tokenizer):
+async def test_failed_message_stays_in_the_conversation_when_the_input_has_a_draft(tab, engine, tokenizer):
     await set_field(tab, "#further", '{"temperature": 9}')
     await tab.wait_until("$('model').value")
     await tab.evaluate("sendMessage('first'), $('input').value = 'draft'")
@@ -138,13 +138,13 @@ async def test_tab_order_follows_the_conversation(tab, engine):
     await send_message(tab, "hi")
     await wait_for_answers(tab)
     await tab.evaluate("$('toggle').focus()")
-    found = []
-    while not found or found[-1] != "send":
+    focused_names = []
+    while not focused_names or focused_names[-1] != "send":
         await tab.press("Tab")
-        found.append(await read_focus(tab))
-        assert len(found) < 20, found
+        focused_names.append(await read_focus(tab))
+        assert len(focused_names) < 20, focused_names
     # Browsers also give the focus to a box that scrolls, so `scroll` may be among the names.
-    assert [name for name in found if name != "scroll"] == [
+    assert [name for name in focused_names if name != "scroll"] == [
         *("Copy", "Edit", "this", "Copy code, py", "Code, py", "Copy", "Regenerate", "input", "send")
     ]
 

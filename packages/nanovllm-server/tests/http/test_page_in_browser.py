@@ -59,8 +59,8 @@ async def test_shift_enter_is_a_new_line(tab, tokenizer):
     assert await tab.evaluate("$('input').value") == ""
 
 
-@pytest.mark.parametrize("how", ["Stop", "Escape"])
-async def test_answer_grows_until_it_is_stopped(tab, engine, service, tokenizer, how):
+@pytest.mark.parametrize("stop_control", ["Stop", "Escape"])
+async def test_answer_grows_until_it_is_stopped(tab, engine, service, tokenizer, stop_control):
     engine.endless, engine.delay = True, 0.01
     await send_message(tab, "hi")
     await tab.wait_until("document.querySelector('.assistant .text')")
@@ -70,7 +70,7 @@ async def test_answer_grows_until_it_is_stopped(tab, engine, service, tokenizer,
         await tab.wait_until(f"document.querySelector('.assistant .text').textContent.length > {lengths[-1]}")
     assert await tab.evaluate("$('send').textContent") == "Stop"
     assert await tab.evaluate("$('log').getAttribute('aria-busy')") == "true"
-    await (tab.click("#send") if how == "Stop" else tab.press("Escape"))
+    await (tab.click("#send") if stop_control == "Stop" else tab.press("Escape"))
     await wait_for_answers(tab)
     assert await read_texts(tab, ".note") == ["stopped"]
     assert await tab.evaluate("$('send').textContent") == "Send"
@@ -104,12 +104,12 @@ async def test_reasoning_is_folded(tab, engine, service, vocabulary, tokenizer):
 
 
 async def test_tool_calls_are_shown_and_answered(tab, engine, service, vocabulary, tokenizer, monkeypatch):
-    # The scripted template refuses tool messages. This function replaces it, and only records the messages.
+    # The scripted template refuses tool messages. This function replaces the template, and only records the messages.
     monkeypatch.setattr(tokenizer, "render_chat", lambda messages, **_: tokenizer.rendered.append([*messages]) or "x")
     service.model_format = ModelFormat(ChatFormat(None, TOOL_CALL_FORMATS["hermes"]), vocabulary)
     calls = [{"name": "weather", "arguments": {"city": city}} for city in ("Paris", "Oslo")]
-    written = "\n".join(f"<tool_call>\n{json.dumps(call)}\n</tool_call>" for call in calls)
-    engine.reply = [*f"Let me look.\n{written}".encode()]
+    calls_text = "\n".join(f"<tool_call>\n{json.dumps(call)}\n</tool_call>" for call in calls)
+    engine.reply = [*f"Let me look.\n{calls_text}".encode()]
     await set_field(tab, "#further", json.dumps({"tools": [TOOL]}))
     await send_message(tab, "Where is it warmer?")
     await wait_for_answers(tab)
@@ -122,9 +122,12 @@ async def test_tool_calls_are_shown_and_answered(tab, engine, service, vocabular
     await wait_for_answers(tab, 2)
     assert (await read_texts(tab, ".assistant > .text"))[-1] == "In Paris."
     _, call, *results = tokenizer.rendered[-1]
-    assert [made["function"]["arguments"] for made in call["tool_calls"]] == [{"city": "Paris"}, {"city": "Oslo"}]
+    assert [tool_call["function"]["arguments"] for tool_call in call["tool_calls"]] == [
+        {"city": "Paris"},
+        {"city": "Oslo"},
+    ]
     assert [result["content"] for result in results] == ["18 degrees", "7 degrees"]
-    assert [result["tool_call_id"] for result in results] == [made["id"] for made in call["tool_calls"]]
+    assert [result["tool_call_id"] for result in results] == [tool_call["id"] for tool_call in call["tool_calls"]]
 
 
 async def test_hostile_text_is_not_parsed_as_html(tab, engine):
@@ -139,8 +142,8 @@ async def test_hostile_text_is_not_parsed_as_html(tab, engine):
 
 async def test_policy_blocks_injected_html(tab):
     """If the page's code ever parsed text as HTML, the browser would refuse it."""
-    refused = "(() => { try { document.body.innerHTML = '<b>x</b>'; } catch (error) { return error.name; } })()"
-    assert await tab.evaluate(refused) == "TypeError"
+    set_inner_html = "(() => { try { document.body.innerHTML = '<b>x</b>'; } catch (error) { return error.name; } })()"
+    assert await tab.evaluate(set_inner_html) == "TypeError"
     tab.problems.clear()
 
 
@@ -148,9 +151,9 @@ async def test_an_error_is_shown_as_the_api_gives_it(tab, engine):
     await set_field(tab, "#further", '{"temperature": 9}')
     await send_message(tab, "hi")
     await tab.wait_until("document.querySelector('.error')")
-    (shown,) = await read_texts(tab, ".error")
-    assert "temperature must be a number from 0 to 2, not 9" in shown
-    assert "400 · invalid_request_error · invalid_value · param: temperature" in shown
+    (error_text,) = await read_texts(tab, ".error")
+    assert "temperature must be a number from 0 to 2, not 9" in error_text
+    assert "400 · invalid_request_error · invalid_value · param: temperature" in error_text
     # The user can correct the request and send the message again.
     assert await tab.evaluate("$('input').value") == "hi"
     await set_field(tab, "#further", "{")
@@ -172,8 +175,8 @@ async def test_a_failure_in_mid_stream_is_shown(tab, engine):
     await tab.wait_until("document.querySelector('.assistant .text')")
     engine.die("out of memory")
     await tab.wait_until("document.querySelector('.error')")
-    (shown,) = await read_texts(tab, ".error")
-    assert "out of memory" in shown
+    (error_text,) = await read_texts(tab, ".error")
+    assert "out of memory" in error_text
 
 
 async def test_wrong_key_is_reported_and_right_key_is_used(url, service):
@@ -229,13 +232,13 @@ async def test_text_has_contrast_and_fits_on_small_screens(tab):
     await wait_for_answers(tab)
     for dark in (False, True):
         await tab.set_screen(1300, 850, dark=dark)
-        ink, paper = await tab.evaluate(
+        text_colour, background_colour = await tab.evaluate(
             "[getComputedStyle(document.body).color, getComputedStyle(document.body).backgroundColor]"
         )
-        assert (brightness(paper) < brightness(ink)) is dark
-        assert contrast(ink, paper) > 7
-        quiet = await tab.evaluate("getComputedStyle(document.querySelector('.note')).color")
-        assert contrast(quiet, paper) > 4.5
+        assert (brightness(background_colour) < brightness(text_colour)) is dark
+        assert contrast(text_colour, background_colour) > 7
+        note_colour = await tab.evaluate("getComputedStyle(document.querySelector('.note')).color")
+        assert contrast(note_colour, background_colour) > 4.5
     await tab.set_screen(380, 700)
     assert await tab.evaluate("document.documentElement.scrollWidth") <= 380
     await tab.click("#toggle")
@@ -250,6 +253,6 @@ def brightness(colour):
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
-def contrast(one, other):
-    darker, lighter = sorted((brightness(one), brightness(other)))
+def contrast(colour, other_colour):
+    darker, lighter = sorted((brightness(colour), brightness(other_colour)))
     return (lighter + 0.05) / (darker + 0.05)

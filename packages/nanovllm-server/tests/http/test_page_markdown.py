@@ -134,7 +134,7 @@ async def test_result_does_not_depend_on_how_text_arrives(tab):
 
 
 async def test_finished_blocks_keep_their_elements(tab):
-    same = f"""(() => {{
+    keeps_elements = f"""(() => {{
       const view = ({RENDER})('one\\n\\n- two\\n- three', 1e6, 1);
       const [paragraph, list] = view.element.children;
       const item = list.firstChild;
@@ -145,7 +145,7 @@ async def test_finished_blocks_keep_their_elements(tab):
       view.update();
       return [paragraph, list, item, code].map((node) => view.element.contains(node));
     }})()"""
-    assert await tab.evaluate(same) == [True] * 4
+    assert await tab.evaluate(keeps_elements) == [True] * 4
 
 
 BLOCKS = [
@@ -167,8 +167,8 @@ async def test_work_for_an_answer_grows_linearly_with_its_length(tab):
 
 
 async def test_lines_of_an_open_code_block_are_not_parsed(tab):
-    num_parsed = f"({RENDER})('```\\n' + 'some line of code\\n'.repeat(6000), 4, 5).numParsedCharacters"
-    assert await tab.evaluate(num_parsed) < 200
+    count_expression = f"({RENDER})('```\\n' + 'some line of code\\n'.repeat(6000), 4, 5).numParsedCharacters"
+    assert await tab.evaluate(count_expression) < 200
 
 
 async def test_updates_leave_most_of_the_time_to_the_browser(tab):
@@ -240,7 +240,7 @@ async def test_remote_image_is_only_a_link(tab):
     assert html.startswith('<p>!<a href="https://example.com/x.png"')
 
 
-# (Markdown, text after 10,000 repetitions of the Markdown, text that the page then shows).
+# Each item: Markdown that the answer repeats 10,000 times; text after the repetitions; text that the page must show.
 REPETITIONS = [
     # A line of only asterisks is a rule, and a line of only backticks opens a code block: neither shows text.
     ("*", "", ""),
@@ -275,12 +275,12 @@ async def read_page_cpu_s(tab) -> float:
 async def test_hostile_repetitions_are_shown_as_text_quickly(tab):
     await tab.send_command("Performance.enable", timeDomain="threadTicks")
     for repeated, end, shown in REPETITIONS:
-        rendered = f"""(() => {{
+        render_expression = f"""(() => {{
           const text = {json.dumps(repeated)}.repeat(10000) + {json.dumps(end)};
           return ({RENDER})(text, text.length, 1).element.textContent;
         }})()"""
         begin_s = await read_page_cpu_s(tab)
-        text = await tab.evaluate(rendered)
+        text = await tab.evaluate(render_expression)
         cpu_s = await read_page_cpu_s(tab) - begin_s
         # Each text takes about 50 ms. Work that grows with the square of the length would take minutes.
         assert 0 < cpu_s < 5, repeated

@@ -82,20 +82,20 @@ async def test_each_api_key_is_accepted(post, service):
 
 
 async def test_prefix_cache_is_reset_only_with_the_admin_key(service, engine):
-    without_key = create_app(service).test_client()
-    assert (await without_key.post("/reset_prefix_cache")).status_code == 404
+    client_of_server_without_key = create_app(service).test_client()
+    assert (await client_of_server_without_key.post("/reset_prefix_cache")).status_code == 404
     service.admin_api_key, service.api_keys = "admin", ("user",)
     client = create_app(service).test_client()
     for authorization in ("Bearer user", "Bearer", ""):
         response = await client.post("/reset_prefix_cache", headers={"Authorization": authorization})
         assert response.status_code == 401
     assert engine.num_resets == 0
-    admin = {"Authorization": "Bearer admin"}
-    assert (await client.get("/reset_prefix_cache", headers=admin)).status_code == 405
-    assert (await client.post("/reset_prefix_cache", headers=admin)).status_code == 200
+    admin_headers = {"Authorization": "Bearer admin"}
+    assert (await client.get("/reset_prefix_cache", headers=admin_headers)).status_code == 405
+    assert (await client.post("/reset_prefix_cache", headers=admin_headers)).status_code == 200
     assert engine.num_resets == 1
     engine.die("it broke")
-    assert (await client.post("/reset_prefix_cache", headers=admin)).status_code == 503
+    assert (await client.post("/reset_prefix_cache", headers=admin_headers)).status_code == 503
 
 
 def test_the_admin_key_can_not_be_an_api_key():
@@ -142,11 +142,11 @@ async def test_messages_that_cannot_fit_are_refused_before_they_are_encoded(post
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("by", ["request", "server", "both"])
-async def test_timeout_before_the_first_token_is_a_504(post, engine, service, stream, by):
+@pytest.mark.parametrize("limited_by", ["request", "server", "both"])
+async def test_timeout_before_the_first_token_is_a_504(post, engine, service, stream, limited_by):
     engine.delay = 60
-    fields = {} if by == "server" else {"timeout": 0.1 if by == "request" else 50}
-    service.request_timeout_s = None if by == "request" else 0.1
+    fields = {} if limited_by == "server" else {"timeout": 0.1 if limited_by == "request" else 50}
+    service.request_timeout_s = None if limited_by == "request" else 0.1
     response = await post(stream=stream, **fields)
     assert response.status_code == 504
     error = (await response.get_json())["error"]
@@ -175,7 +175,7 @@ async def test_timeout_of_a_complete_answer_is_a_504(post, engine, service):
     assert service.metrics.finish_reasons["abort"] == 1
 
 
-async def test_unexpired_timeout_changes_nothing(post):
+async def test_answer_within_the_timeout_is_a_200(post):
     assert (await post(timeout=30)).status_code == 200
 
 
@@ -214,12 +214,12 @@ def info_fields(info):
 
 
 @pytest.mark.parametrize(
-    "sent", [b"", b"POST /v1/chat/comp", b"GET / HTTP/1.1\r\nHost: x\r\n", b"GET / HTTP/1.1\r\nX: "]
+    "partial_head", [b"", b"POST /v1/chat/comp", b"GET / HTTP/1.1\r\nHost: x\r\n", b"GET / HTTP/1.1\r\nX: "]
 )
-async def test_unfinished_request_head_is_cut_off(app, serve_at, sent):
+async def test_unfinished_request_head_is_cut_off(app, serve_at, partial_head):
     async with serve_at(app, keep_alive_s=0.3) as url:
         reader, writer = await connect(url)
-        writer.write(sent)
+        writer.write(partial_head)
 
         async def trickle():
             with contextlib.suppress(ConnectionError):
@@ -227,11 +227,11 @@ async def test_unfinished_request_head_is_cut_off(app, serve_at, sent):
                     writer.write(b"a")
                     await asyncio.sleep(0.02)
 
-        trickling = asyncio.create_task(trickle())
+        trickle_task = asyncio.create_task(trickle())
         async with asyncio.timeout(30):
             with contextlib.suppress(ConnectionError):
                 assert await reader.read() == b""
-        trickling.cancel()
+        trickle_task.cancel()
         writer.close()
 
 
@@ -273,13 +273,15 @@ async def test_unfinished_body_is_a_408(app, service, serve_at, monkeypatch):
     assert service.admission.num_active == 0
 
 
-@pytest.mark.parametrize(("length", "alone"), [(40, True), (5, False)])
-async def test_other_choices_start_after_the_first_token(post, engine, service, length, alone):
+@pytest.mark.parametrize(("length", "is_first_alone"), [(40, True), (5, False)])
+async def test_other_choices_wait_for_the_first_token_if_the_prompt_fills_a_block(
+    post, engine, service, length, is_first_alone
+):
     engine.delay, engine.reply = 0.05, [*b"abc"]
-    asking = asyncio.create_task(post(n=4, messages=[{"role": "user", "content": "x" * length}]))
+    request_task = asyncio.create_task(post(n=4, messages=[{"role": "user", "content": "x" * length}]))
     await until(lambda: engine.requests)
-    assert len(engine.requests) == (1 if alone else 4)
-    body = await (await asking).get_json()
+    assert len(engine.requests) == (1 if is_first_alone else 4)
+    body = await (await request_task).get_json()
     assert [choice["message"]["content"] for choice in body["choices"]] == ["abc"] * 4
     assert body["usage"]["completion_tokens"] == 16
     assert len({request.arrival_time for request in engine.requests}) == 1
@@ -288,14 +290,14 @@ async def test_other_choices_start_after_the_first_token(post, engine, service, 
 async def test_choices_start_at_once_without_a_prefix_cache(post, engine):
     engine.info = SimpleNamespace(**{**info_fields(engine.info), "prefix_caching": False})
     engine.delay = 0.05
-    asking = asyncio.create_task(post(n=4, messages=[{"role": "user", "content": "x" * 40}]))
+    request_task = asyncio.create_task(post(n=4, messages=[{"role": "user", "content": "x" * 40}]))
     await until(lambda: engine.requests)
     assert len(engine.requests) == 4
-    assert (await asking).status_code == 200
+    assert (await request_task).status_code == 200
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-async def test_disconnect_before_other_choices_start_frees_everything(url, engine, service, when):
+async def test_disconnect_before_or_after_other_choices_start_frees_everything(url, engine, service, when):
     engine.delay, engine.endless = (30.0 if when == "before" else 0.02), True
     _, writer = await connect(url)
     writer.write(request_bytes(stream=True, n=4, messages=[{"role": "user", "content": "x" * 40}]))

@@ -1,4 +1,4 @@
-"""Forms of request smuggling: a request that a proxy and the server may read in different ways gets one answer at most.
+"""Forms of request smuggling. A request that a proxy and the server may read differently gets at most one answer.
 
 Sources: RFC 9112, sections 2.2, 3.2, 5.1, 5.2, 6.1, 6.3 and 7.1; https://portswigger.net/web-security/request-smuggling
 """
@@ -13,46 +13,46 @@ from loopback import connect
 BODY = json.dumps({"model": "scripted", "messages": [{"role": "user", "content": "hi"}]}).encode()
 SMUGGLED = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
 CHUNK = b"%x\r\n%b\r\n" % (len(BODY), BODY)
-START = b"POST /v1/chat/completions HTTP/1.1"
-LENGTH = b"Content-Length: %d" % len(BODY)
-CHUNKED = b"Transfer-Encoding: chunked"
+REQUEST_LINE = b"POST /v1/chat/completions HTTP/1.1"
+LENGTH_HEADER = b"Content-Length: %d" % len(BODY)
+CHUNKED_HEADER = b"Transfer-Encoding: chunked"
 
 
-def request(*headers: bytes, start: bytes = START, body: bytes = BODY) -> bytes:
+def request(*headers: bytes, start: bytes = REQUEST_LINE, body: bytes = BODY) -> bytes:
     return b"\r\n".join([start, b"Host: x", b"Content-Type: application/json", *headers, b"", b""]) + body
 
 
 def chunked(chunks: bytes) -> bytes:
-    return request(CHUNKED, body=chunks)
+    return request(CHUNKED_HEADER, body=chunks)
 
 
 REFUSED_FORMS = {
-    "CL.TE": request(LENGTH, CHUNKED, body=b"0\r\n\r\n"),
-    "TE.CL": request(CHUNKED, b"Content-Length: 4", body=CHUNK + b"0\r\n\r\n"),
-    "length 0 and chunks": request(b"Content-Length: 0", CHUNKED, body=CHUNK + b"0\r\n\r\n"),
+    "CL.TE": request(LENGTH_HEADER, CHUNKED_HEADER, body=b"0\r\n\r\n"),
+    "TE.CL": request(CHUNKED_HEADER, b"Content-Length: 4", body=CHUNK + b"0\r\n\r\n"),
+    "length 0 and chunks": request(b"Content-Length: 0", CHUNKED_HEADER, body=CHUNK + b"0\r\n\r\n"),
     "TE of HTTP/1.0 and a length": request(
-        LENGTH, CHUNKED, start=b"POST /v1/chat/completions HTTP/1.0", body=b"0\r\n\r\n"
+        LENGTH_HEADER, CHUNKED_HEADER, start=b"POST /v1/chat/completions HTTP/1.0", body=b"0\r\n\r\n"
     ),
-    "unknown coding": request(b"Transfer-Encoding: xchunked", LENGTH),
-    "two codings": request(b"Transfer-Encoding: chunked, identity", LENGTH),
-    "identity": request(b"Transfer-Encoding: identity", LENGTH),
-    "two Transfer-Encodings": request(CHUNKED, b"Transfer-Encoding: identity", LENGTH),
-    "quoted coding": request(b'Transfer-Encoding: "chunked"', LENGTH),
-    "coding with a parameter": request(b"Transfer-Encoding: chunked;q=1", LENGTH),
-    "empty coding": request(b"Transfer-Encoding:", LENGTH),
-    "space before the colon": request(b"Transfer-Encoding : chunked", LENGTH),
-    "tab before the colon": request(b"Transfer-Encoding\t: chunked", LENGTH),
-    "space before the name": request(b" Transfer-Encoding: chunked", LENGTH),
-    "vertical tab in the coding": request(b"Transfer-Encoding: \x0bchunked", LENGTH),
-    "NUL in the coding": request(b"Transfer-Encoding: chunked\x00", LENGTH),
-    "return in the coding": request(b"Transfer-Encoding: chunked\r", LENGTH),
-    "coding after a bare line feed": request(b"X: y\n" + CHUNKED, LENGTH),
-    "coding after a bare return": request(b"X: y\r" + CHUNKED, LENGTH),
-    "folded coding": request(b"Transfer-Encoding:\r\n chunked", LENGTH),
-    "folded header": request(b"X: y\r\n\tz", LENGTH),
-    "folded first header": START + b"\r\n Host: x\r\n" + LENGTH + b"\r\n\r\n" + BODY,
-    "two lengths": request(LENGTH, b"Content-Length: 1"),
-    "two lengths in one header": request(LENGTH + b", 1"),
+    "unknown coding": request(b"Transfer-Encoding: xchunked", LENGTH_HEADER),
+    "two codings": request(b"Transfer-Encoding: chunked, identity", LENGTH_HEADER),
+    "identity": request(b"Transfer-Encoding: identity", LENGTH_HEADER),
+    "two Transfer-Encodings": request(CHUNKED_HEADER, b"Transfer-Encoding: identity", LENGTH_HEADER),
+    "quoted coding": request(b'Transfer-Encoding: "chunked"', LENGTH_HEADER),
+    "coding with a parameter": request(b"Transfer-Encoding: chunked;q=1", LENGTH_HEADER),
+    "empty coding": request(b"Transfer-Encoding:", LENGTH_HEADER),
+    "space before the colon": request(b"Transfer-Encoding : chunked", LENGTH_HEADER),
+    "tab before the colon": request(b"Transfer-Encoding\t: chunked", LENGTH_HEADER),
+    "space before the name": request(b" Transfer-Encoding: chunked", LENGTH_HEADER),
+    "vertical tab in the coding": request(b"Transfer-Encoding: \x0bchunked", LENGTH_HEADER),
+    "NUL in the coding": request(b"Transfer-Encoding: chunked\x00", LENGTH_HEADER),
+    "return in the coding": request(b"Transfer-Encoding: chunked\r", LENGTH_HEADER),
+    "coding after a bare line feed": request(b"X: y\n" + CHUNKED_HEADER, LENGTH_HEADER),
+    "coding after a bare return": request(b"X: y\r" + CHUNKED_HEADER, LENGTH_HEADER),
+    "folded coding": request(b"Transfer-Encoding:\r\n chunked", LENGTH_HEADER),
+    "folded header": request(b"X: y\r\n\tz", LENGTH_HEADER),
+    "folded first header": REQUEST_LINE + b"\r\n Host: x\r\n" + LENGTH_HEADER + b"\r\n\r\n" + BODY,
+    "two lengths": request(LENGTH_HEADER, b"Content-Length: 1"),
+    "two lengths in one header": request(LENGTH_HEADER + b", 1"),
     "negative length": request(b"Content-Length: -1"),
     "length with a plus": request(b"Content-Length: +%d" % len(BODY)),
     "length with a space": request(b"Content-Length: 1 0"),
@@ -63,28 +63,28 @@ REFUSED_FORMS = {
     "empty length": request(b"Content-Length:"),
     "length of 21 digits": request(b"Content-Length: " + b"9" * 21),
     "length before a NUL": request(b"Content-Length: 10\x00"),
-    "bare line feeds": request(LENGTH).replace(b"\r\n", b"\n"),
-    "bare line feed after the first line": request(LENGTH).replace(b"\r\n", b"\n", 1),
-    "bare line feeds at the end of the head": request(LENGTH, body=b"").rstrip(b"\r\n") + b"\n\n" + BODY,
-    "bare returns": START + b"\rHost: x\r\r" + BODY + b"\r\n\r\n",
-    "empty first line": b"\r\n" + request(LENGTH),
-    "bare line feed as the first line": b"\n" + request(LENGTH),
-    "NUL in a name": request(b"X\x00Y: z", LENGTH),
-    "NUL in a value": request(b"X: y\x00z", LENGTH),
-    "header without a colon": request(b"nothing", LENGTH),
-    "header without a name": request(b": nothing", LENGTH),
-    "two hosts": request(b"Host: y", LENGTH),
-    "absolute form": request(LENGTH, start=b"POST http://x/v1/chat/completions HTTP/1.1"),
-    "absolute form of another host": request(LENGTH, start=b"POST https://y/v1/chat/completions HTTP/1.1"),
-    "authority form": request(LENGTH, start=b"CONNECT y:443 HTTP/1.1"),
-    "asterisk form": request(LENGTH, start=b"OPTIONS * HTTP/1.1"),
-    "only a query": request(LENGTH, start=b"POST ?x HTTP/1.1"),
-    "path without a slash": request(LENGTH, start=b"POST v1/chat/completions HTTP/1.1"),
-    "two spaces in the first line": request(LENGTH, start=b"POST  /v1/chat/completions HTTP/1.1"),
-    "space in the path": request(LENGTH, start=b"POST /v1/chat/completions x HTTP/1.1"),
-    "no version": request(LENGTH, start=b"POST /v1/chat/completions"),
-    "long header": request(b"X: " + b"y" * 300_000, LENGTH),
-    "many headers": request(*[b"X: y"] * 50_000, LENGTH),
+    "bare line feeds": request(LENGTH_HEADER).replace(b"\r\n", b"\n"),
+    "bare line feed after the first line": request(LENGTH_HEADER).replace(b"\r\n", b"\n", 1),
+    "bare line feeds at the end of the head": request(LENGTH_HEADER, body=b"").rstrip(b"\r\n") + b"\n\n" + BODY,
+    "bare returns": REQUEST_LINE + b"\rHost: x\r\r" + BODY + b"\r\n\r\n",
+    "empty first line": b"\r\n" + request(LENGTH_HEADER),
+    "bare line feed as the first line": b"\n" + request(LENGTH_HEADER),
+    "NUL in a name": request(b"X\x00Y: z", LENGTH_HEADER),
+    "NUL in a value": request(b"X: y\x00z", LENGTH_HEADER),
+    "header without a colon": request(b"nothing", LENGTH_HEADER),
+    "header without a name": request(b": nothing", LENGTH_HEADER),
+    "two hosts": request(b"Host: y", LENGTH_HEADER),
+    "absolute form": request(LENGTH_HEADER, start=b"POST http://x/v1/chat/completions HTTP/1.1"),
+    "absolute form of another host": request(LENGTH_HEADER, start=b"POST https://y/v1/chat/completions HTTP/1.1"),
+    "authority form": request(LENGTH_HEADER, start=b"CONNECT y:443 HTTP/1.1"),
+    "asterisk form": request(LENGTH_HEADER, start=b"OPTIONS * HTTP/1.1"),
+    "only a query": request(LENGTH_HEADER, start=b"POST ?x HTTP/1.1"),
+    "path without a slash": request(LENGTH_HEADER, start=b"POST v1/chat/completions HTTP/1.1"),
+    "two spaces in the first line": request(LENGTH_HEADER, start=b"POST  /v1/chat/completions HTTP/1.1"),
+    "space in the path": request(LENGTH_HEADER, start=b"POST /v1/chat/completions x HTTP/1.1"),
+    "no version": request(LENGTH_HEADER, start=b"POST /v1/chat/completions"),
+    "long header": request(b"X: " + b"y" * 300_000, LENGTH_HEADER),
+    "many headers": request(*[b"X: y"] * 50_000, LENGTH_HEADER),
     "chunk of 21 digits": chunked(b"0" * 20 + b"1\r\nx\r\n0\r\n\r\n"),
     "negative chunk": chunked(b"-1\r\nx\r\n0\r\n\r\n"),
     "chunk with a plus": chunked(b"+1\r\nx\r\n0\r\n\r\n"),
@@ -127,7 +127,7 @@ async def send_and_read(url: str, data: bytes) -> list[int]:
         except ConnectionError:
             pass
 
-    sending = asyncio.create_task(send())
+    send_task = asyncio.create_task(send())
     received = b""
     try:
         async with asyncio.timeout(30):
@@ -136,7 +136,7 @@ async def send_and_read(url: str, data: bytes) -> list[int]:
     except ConnectionResetError:
         pass  # The server closed the connection while more data arrived.
     finally:
-        sending.cancel()
+        send_task.cancel()
         writer.transport.abort()
     return [int(status) for status in re.findall(rb"HTTP/1\.1 (\d{3}) ", received)]
 
@@ -170,7 +170,7 @@ async def test_size_of_a_chunk_does_not_overflow(url, engine):
 async def test_refusal_of_invalid_http_is_a_json_error(url):
     for data, status in (
         (request(b"X: y\n"), 400),
-        (request(LENGTH, CHUNKED, body=CHUNK + b"0\r\n\r\n"), 400),
+        (request(LENGTH_HEADER, CHUNKED_HEADER, body=CHUNK + b"0\r\n\r\n"), 400),
         (request(b"Transfer-Encoding: gzip"), 501),
         (b"GET http://x/ HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n", 400),
     ):
@@ -186,7 +186,7 @@ async def test_refusal_of_invalid_http_is_a_json_error(url):
 
 async def test_two_requests_with_lengths_share_a_connection(url):
     reader, writer = await connect(url)
-    writer.write(request(LENGTH) + request(LENGTH, b"Connection: close"))
+    writer.write(request(LENGTH_HEADER) + request(LENGTH_HEADER, b"Connection: close"))
     async with asyncio.timeout(30):
         received = await reader.read()
     writer.close()

@@ -53,7 +53,7 @@ async def test_client_reads_a_stream(sdk):
     assert chunks[-1].usage.completion_tokens == 6
 
 
-async def test_clients_stream_helper_accumulates(sdk):
+async def test_stream_helper_of_the_sdk_joins_chunks(sdk):
     async with sdk.chat.completions.stream(model="scripted", messages=MESSAGES) as stream:
         async for _ in stream:
             pass
@@ -63,9 +63,9 @@ async def test_clients_stream_helper_accumulates(sdk):
 
 
 async def test_client_raises_its_own_errors(sdk, service):
-    with pytest.raises(openai.BadRequestError) as bad:
+    with pytest.raises(openai.BadRequestError) as error_info:
         await sdk.chat.completions.create(model="scripted", messages=MESSAGES, temperature=5)
-    assert bad.value.param == "temperature"
+    assert error_info.value.param == "temperature"
     with pytest.raises(openai.NotFoundError):
         await sdk.chat.completions.create(model="other", messages=MESSAGES)
     service.api_keys = ("secret",)
@@ -149,7 +149,7 @@ async def test_slow_reader_gets_waiting_tokens_in_one_event(url, engine, service
     chat = parse_chat_request(request_bytes(**fields).split(b"\r\n\r\n")[1], service.limits, service.defaults)
     generation = await service.start_generation(chat, HttpExchange(None, "/"))
     async with aclosing(generation.stream_deltas()) as batches:
-        whole = [delta async for (delta,) in batches]
+        deltas = [delta async for (delta,) in batches]
     num_tokens = generation.usage.completion_tokens
     assert num_tokens == len(engine.reply) + 1
 
@@ -170,9 +170,9 @@ async def test_slow_reader_gets_waiting_tokens_in_one_event(url, engine, service
     chunks = [json.loads(line[6:]) for line in lines if line.startswith(b"data: {")]
     choices = [choice for chunk in chunks for choice in chunk["choices"]]
     assert len(choices) < num_tokens / 2
-    assert "".join(choice["delta"].get("content", "") for choice in choices) == "".join(delta.text for delta in whole)
+    assert "".join(choice["delta"].get("content", "") for choice in choices) == "".join(delta.text for delta in deltas)
     entries = [entry for choice in choices for entry in (choice["logprobs"] or {}).get("content", ())]
-    assert entries == [entry for delta in whole for entry in delta.logprobs]
+    assert entries == [entry for delta in deltas for entry in delta.logprobs]
     assert chunks[-1]["usage"]["completion_tokens"] == num_tokens
 
 
@@ -189,11 +189,13 @@ async def test_idle_stream_is_kept_alive(url, engine, monkeypatch):
 
 @pytest.mark.parametrize("chunked", [False, True])
 async def test_enormous_body_is_refused_without_buffering_it(url, sdk, service, chunked):
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    peak_kib_before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     reader, writer = await connect(url)
-    length = b"Transfer-Encoding: chunked" if chunked else b"Content-Length: %d" % (100 << 20)
+    length_header = b"Transfer-Encoding: chunked" if chunked else b"Content-Length: %d" % (100 << 20)
     writer.write(
-        b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n" + length + b"\r\n\r\n"
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        + length_header
+        + b"\r\n\r\n"
     )
     piece = b"x" * (1 << 20)
     for _ in range(100):
@@ -207,8 +209,8 @@ async def test_enormous_body_is_refused_without_buffering_it(url, sdk, service, 
     error = json.loads(await reader.readexactly(length))["error"]
     assert str(service.max_body_bytes) in error["message"]
     writer.close()
-    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    assert (after - before) * 1024 < 80 << 20
+    peak_kib_after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert (peak_kib_after - peak_kib_before) * 1024 < 80 << 20
     assert (await sdk.chat.completions.create(model="scripted", messages=MESSAGES)).choices
 
 

@@ -29,21 +29,21 @@ except ZeroDivisionError:
 """
 
 
-class Recorder:
+class RecordingLogger:
     """A logger that records its calls."""
 
     def __init__(self):
         self.lines = []
 
-    def _note(self, event, **facts):
-        self.lines.append({"event": event, **facts})
+    def _record(self, event, **fields):
+        self.lines.append({"event": event, **fields})
 
-    debug = info = warning = error = exception = _note
+    debug = info = warning = error = exception = _record
 
 
 @pytest.fixture
-def recorder(service) -> Recorder:
-    service.logger = Recorder()
+def recorder(service) -> RecordingLogger:
+    service.logger = RecordingLogger()
     return service.logger
 
 
@@ -54,15 +54,15 @@ def client(recorder, service):
 
 @pytest.mark.parametrize("log_format", ["json", "text"])
 def test_every_log_line_has_the_request_id(log_format):
-    done = subprocess.run([sys.executable, "-c", PROGRAM, log_format], capture_output=True, text=True, check=True)
-    assert "do not tell" not in done.stderr
+    process = subprocess.run([sys.executable, "-c", PROGRAM, log_format], capture_output=True, text=True, check=True)
+    assert "do not tell" not in process.stderr
     if log_format == "json":
-        lines = [json.loads(line) for line in done.stderr.splitlines()]
+        lines = [json.loads(line) for line in process.stderr.splitlines()]
         assert [line["event"] for line in lines] == ["request", "hm", "failed"]
         assert all(line["request_id"] == "the-one" for line in lines)
         assert "ZeroDivisionError" in lines[-1]["exception"]
     else:
-        assert done.stderr.count("the-one") == 3
+        assert process.stderr.count("the-one") == 3
 
 
 async def test_each_request_is_one_log_line(post, recorder):

@@ -50,7 +50,7 @@ VLLM_METRICS = {
     "spec_decode_num_accepted_tokens_per_pos": ("counter", ENGINE_LABELS | {"position"}),
     "cache_config_info": ("gauge", {"engine", "block_size", "cache_dtype", "num_gpu_blocks", "enable_prefix_caching"}),
 }
-LATENCIES = (
+FINISH_LATENCIES = (
     "e2e_request_latency_seconds",
     "request_queue_time_seconds",
     "request_prefill_time_seconds",
@@ -61,20 +61,20 @@ LATENCIES = (
 
 
 def read_samples(metrics: Metrics) -> dict[str, float]:
-    """Values of all samples whose only label is the model's name, by name without prefix."""
+    """Maps names of samples, without prefix, to values. Includes only samples whose single label is `model_name`."""
     families = text_string_to_metric_families(metrics.render().decode())
     samples = (sample for family in families for sample in family.samples if sample.labels.keys() == {"model_name"})
     return {sample.name.removeprefix("nanovllm:"): sample.value for sample in samples}
 
 
-def read_draft_stats() -> EngineStats:
+def make_draft_stats() -> EngineStats:
     """Returns statistics of two steps: one accepts 1 of 3 drafts, the other accepts 2 of 2."""
     return EngineStats(verified_drafts_by_position=(2, 2, 1), accepted_drafts_by_position=(2, 1, 0))
 
 
 def make_speculating_metrics(info: EngineInfo, prefix: MetricsPrefix) -> Metrics:
     counters = SharedCounters(allocate_counters(1))
-    return Metrics("m", replace(info, draft_method="ngram"), read_draft_stats, counters, prefix=prefix)
+    return Metrics("m", replace(info, draft_method="ngram"), make_draft_stats, counters, prefix=prefix)
 
 
 @pytest.fixture
@@ -120,7 +120,7 @@ async def test_choices_count_their_prompt_once(post, service):
     assert samples["request_params_max_tokens_sum"] == samples["request_max_num_generation_tokens_sum"] == 4
     assert samples["request_generation_tokens_count"] == 3
     assert samples["request_generation_tokens_sum"] == 12
-    for name in LATENCIES:
+    for name in FINISH_LATENCIES:
         assert samples[f"{name}_count"] == 3
 
 
@@ -159,13 +159,13 @@ async def test_request_that_was_scheduled_at_once_has_no_queue_time(post, servic
     assert samples["request_prefill_time_seconds_sum"] > 0
 
 
-async def test_aborted_request_has_no_latencies(post, service, engine):
+async def test_aborted_request_has_no_finish_latencies(post, service, engine):
     engine.endless, engine.delay = True, 0.001
     assert (await post(timeout=0.05)).status_code == 504
     samples = read_samples(service.metrics)
     assert service.metrics.finish_reasons["abort"] == 1
     assert samples["time_to_first_token_seconds_count"] == 1
-    for name in (*LATENCIES, "request_prompt_tokens", "request_generation_tokens"):
+    for name in (*FINISH_LATENCIES, "request_prompt_tokens", "request_generation_tokens"):
         assert samples[f"{name}_count"] == 0
 
 
@@ -211,7 +211,7 @@ def test_without_speculation_drafts_have_no_metrics(service):
     assert "spec_decode" not in service.metrics.render().decode()
 
 
-def test_loads_and_copies_are_counted_by_tier(engine):
+def test_loads_are_counted_by_tier_and_copies_by_direction(engine):
     stats = EngineStats(
         loaded_tokens=(("host", 100), ("disk", 20)),
         rejected_load_tokens=30,
@@ -254,8 +254,8 @@ def read_transfer_samples(metrics: Metrics) -> dict[tuple[str, str | None], floa
 
 
 @pytest.mark.parametrize("prefix", ["nanovllm", "vllm"])
-@pytest.mark.parametrize("info", [{"transfer_peers": ("a:1",)}, {"transfer_address": "a:1"}], ids=str)
-def test_transfers_are_counted_by_outcome(engine, prefix, info):
+@pytest.mark.parametrize("info_changes", [{"transfer_peers": ("a:1",)}, {"transfer_address": "a:1"}], ids=str)
+def test_transfers_are_counted_by_outcome(engine, prefix, info_changes):
     stats = EngineStats(
         fetches=(("fetched", 3), ("peer_down", 1)),
         fetched_tokens=600,
@@ -265,7 +265,7 @@ def test_transfers_are_counted_by_outcome(engine, prefix, info):
         num_leases=2,
     )
     counters = SharedCounters(allocate_counters(1))
-    metrics = Metrics("m", replace(engine.info, **info), lambda: stats, counters, prefix=prefix)
+    metrics = Metrics("m", replace(engine.info, **info_changes), lambda: stats, counters, prefix=prefix)
     assert read_transfer_samples(metrics) == {
         ("requests_total", "fetched"): 3,
         ("requests_total", "peer_down"): 1,

@@ -40,23 +40,23 @@ def test_sequences_of_a_dead_worker_are_released():
 def test_each_worker_reports_the_metrics_of_all_workers(engine):
     memory = allocate_counters(2)
 
-    def metrics(index: int) -> Metrics:
+    def make_metrics(index: int) -> Metrics:
         counters = SharedCounters(memory, index)
         AdmissionControl(1, counters)
         return Metrics("m", engine.info, EngineStats, counters)
 
-    one, two = metrics(0), metrics(1)
-    one.count_http("/health", 200)
-    two.count_http("/health", 200)
-    two.count_http("/made/up", 404)
-    one.finish_reasons.count("stop")
-    two.finish_reasons.count("abort")
-    one.time_to_first_token.observe(0.003)
-    two.time_to_first_token.observe(1000.0, count=2)
-    assert one.render() == two.render()
+    first, second = make_metrics(0), make_metrics(1)
+    first.count_http("/health", 200)
+    second.count_http("/health", 200)
+    second.count_http("/made/up", 404)
+    first.finish_reasons.count("stop")
+    second.finish_reasons.count("abort")
+    first.time_to_first_token.observe(0.003)
+    second.time_to_first_token.observe(1000.0, count=2)
+    assert first.render() == second.render()
     # Counters do not go back when a worker is replaced.
-    assert metrics(1).render() == one.render()
-    text = one.render().decode()
+    assert make_metrics(1).render() == first.render()
+    text = first.render().decode()
     assert 'nanovllm:http_requests_total{path="/health",status="200"} 2.0' in text
     assert 'nanovllm:http_requests_total{path="other",status="404"} 1.0' in text
     assert 'nanovllm:request_success_total{finished_reason="abort",model_name="m"} 1.0' in text

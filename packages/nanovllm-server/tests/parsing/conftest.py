@@ -43,16 +43,16 @@ class ParsedAnswer:
 
 def parse_pieces(form, pieces, *, begun=False, tools=TOOLS, calls_only_at_start=False) -> ParsedAnswer:
     parser = Parser(form, starts_in_reasoning=begun, tools=tools, calls_only_at_start=calls_only_at_start)
-    said = ParsedAnswer()
+    answer = ParsedAnswer()
     events = [event for piece in pieces for event in parser.push(piece)] + parser.finish()
     calls: list[list[str]] = []
     for event in events:
         match event:
             case ReasoningText(text):
                 assert not calls
-                said.reasoning += text
+                answer.reasoning += text
             case ContentText(text):
-                said.content += text
+                answer.content += text
             case CallBegun(index, name):
                 assert index == len(calls)
                 calls.append([name, "", "cut"])
@@ -65,13 +65,13 @@ def parse_pieces(form, pieces, *, begun=False, tools=TOOLS, calls_only_at_start=
                 assert index == len(calls) - 1
                 assert calls[index].pop() == "cut"
         assert getattr(event, "text", "some")
-    said.calls = [tuple(call) for call in calls]
+    answer.calls = [tuple(call) for call in calls]
     assert parser.num_calls == len(calls)
     assert parser.in_call == bool(calls and calls[-1][-1] == "cut" and len(calls[-1]) == 3)
-    return said
+    return answer
 
 
-def check_all(form, text, expected, **options) -> None:
+def check_pieces(form, text, expected, **options) -> None:
     assert parse_pieces(form, [text], **options) == expected
     assert parse_pieces(form, text, **options) == expected
     for cut in range(len(text) + 1):
@@ -79,7 +79,7 @@ def check_all(form, text, expected, **options) -> None:
 
 
 @pytest.fixture(scope="session")
-def listen():
+def parse_answer():
     """A function that parses an answer in pieces."""
     return parse_pieces
 
@@ -89,6 +89,6 @@ def check():
     """Checks a case: a text, and its reasoning, content and calls."""
 
     def check(form, text, reasoning="", content="", calls=(), **options):
-        check_all(form, text, ParsedAnswer(reasoning, content, list(calls)), **options)
+        check_pieces(form, text, ParsedAnswer(reasoning, content, list(calls)), **options)
 
     return check

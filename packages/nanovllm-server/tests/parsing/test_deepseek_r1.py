@@ -1,4 +1,4 @@
-"""DeepSeek-R1: the prompt begins the reasoning; calls are a name and fenced JSON."""
+"""DeepSeek-R1: the prompt begins the reasoning. A call consists of a name and fenced JSON."""
 
 import pytest
 
@@ -16,7 +16,7 @@ def block(*calls):
     return BEGIN + "\n".join(calls) + END
 
 
-def until(text, end):
+def cut_after(text, end):
     return text[: text.rindex(end) + len(end)]
 
 
@@ -37,11 +37,11 @@ BEGUN = {
     "a call in reasoning is reasoning": (f"Hm. {block(PING)}", f"Hm. {block(PING)}", "", []),
 }
 
-# More such cases, but the prompt does not begin the reasoning.
+# More cases in the same form. Here the prompt does not begin the reasoning.
 CASES = {
     "nothing": ("", "", "", []),
     "plain text": ("```json\n{}\n```\n", "", "```json\n{}\n```\n", []),
-    "reasoning all the same": ("<think>\nHm.\n</think>\n\nHello.", "Hm.", "Hello.", []),
+    "reasoning that the answer begins": ("<think>\nHm.\n</think>\n\nHello.", "Hm.", "Hello.", []),
     "one call": (block(WEATHER), "", "", [CALLED]),
     "two calls": (block(WEATHER, PING), "", "", [CALLED, PINGED]),
     "three calls": (block(PING, WEATHER, PING), "", "", [PINGED, CALLED, PINGED]),
@@ -59,11 +59,11 @@ CASES = {
     ),
     "unicode": (block(call('{"città": "東京 😀"}')), "", "", [("ping", '{"città": "東京 😀"}')]),
     "space around the name": (block(call("{}", " ping ")), "", "", [PINGED]),
-    "a function that there isn't": (block(call("{}", "no")), "", "", [("no", "{}")]),
+    "an unknown function": (block(call("{}", "no")), "", "", [("no", "{}")]),
     "a fence without a language": (block(PING).replace("json", ""), "", "", [PINGED]),
     "no fences": (block(PING.replace("```json", "").replace("```", "")), "", "", [PINGED]),
     "no block": (f"So: {WEATHER}", "", "So:", [CALLED]),
-    "no block and no such function": (call("{}", "no"), "", call("{}", "no"), []),
+    "an unknown function without a block": (call("{}", "no"), "", call("{}", "no"), []),
     "no end of the call": (
         block(PING.replace("<｜tool▁call▁end｜>", "")),
         "",
@@ -80,19 +80,19 @@ CASES = {
     "text for arguments": (block(call("city: Paris")), "", block(call("city: Paris")), []),
     "arguments that are not quite JSON": (block(call("{'a': True}")), "", "", [("ping", "{'a': True}")]),
     "arguments that stop": (block(call('{"a": 1')), "", "", [("ping", '{"a": 1\n')]),
-    "a call after one that is none": (f"{block('no')}{block(PING)}", "", f"{BEGIN}no{END}", [PINGED]),
-    "one that is none after a call": (block(PING, call("")), "", call("") + END, [PINGED]),
+    "a call after a block without a call": (f"{block('no')}{block(PING)}", "", f"{BEGIN}no{END}", [PINGED]),
+    "a call without arguments after a call": (block(PING, call("")), "", call("") + END, [PINGED]),
     "tags of outputs are content": ("<｜tool▁outputs▁begin｜>", "", "<｜tool▁outputs▁begin｜>", []),
     "a separator alone is content": ("a<｜tool▁sep｜>b", "", "a<｜tool▁sep｜>b", []),
     "cut off in the tag": ("ok <｜tool▁ca", "", "ok <｜tool▁ca", []),
-    "cut off in the kind": (until(block(PING), "func"), "", until(block(PING), "func"), []),
-    "cut off in the name": (until(block(PING), "pin"), "", until(block(PING), "pin"), []),
-    "cut off after the name": (until(block(PING), "ping\n"), "", "", [("ping", "", "cut")]),
-    "cut off in the fence": (until(block(PING), "```js"), "", "", [("ping", "", "cut")]),
-    "cut off in the arguments": (until(block(WEATHER), "Pa"), "", "", [("get_weather", '{"city": "Pa', "cut")]),
-    "cut off after the arguments": (until(block(WEATHER), '"}'), "", "", [CALLED]),
+    "cut off in the kind": (cut_after(block(PING), "func"), "", cut_after(block(PING), "func"), []),
+    "cut off in the name": (cut_after(block(PING), "pin"), "", cut_after(block(PING), "pin"), []),
+    "cut off after the name": (cut_after(block(PING), "ping\n"), "", "", [("ping", "", "cut")]),
+    "cut off in the fence": (cut_after(block(PING), "```js"), "", "", [("ping", "", "cut")]),
+    "cut off in the arguments": (cut_after(block(WEATHER), "Pa"), "", "", [("get_weather", '{"city": "Pa', "cut")]),
+    "cut off after the arguments": (cut_after(block(WEATHER), '"}'), "", "", [CALLED]),
     "cut off in the second call": (
-        until(block(PING, WEATHER), "Pa"),
+        cut_after(block(PING, WEATHER), "Pa"),
         "",
         "",
         [PINGED, ("get_weather", '{"city": "Pa', "cut")],

@@ -11,20 +11,20 @@ from nanovllm_server.parsing.detokenizing import Detokenizer, TextVocabulary
 TEXT = st.text(alphabet=st.sampled_from("abé😀 \n"), max_size=30)
 
 
-def run(vocabulary, tokens):
+def detokenize(vocabulary, tokens):
     detokenizer = Detokenizer(vocabulary)
     return [*map(detokenizer.push, tokens), detokenizer.finish()]
 
 
 @given(tokens=st.lists(st.integers(0, 262), max_size=40))
-def test_text_equals_that_of_the_tokenizer(vocabulary, backend, tokens):
-    pieces = run(vocabulary, tokens)
+def test_text_equals_the_text_of_the_tokenizer(vocabulary, backend, tokens):
+    pieces = detokenize(vocabulary, tokens)
     assert "".join(pieces) == backend.decode(tokens, skip_special_tokens=True)
 
 
 @given(text=TEXT)
 def test_no_piece_has_half_a_character(vocabulary, text):
-    pieces = run(vocabulary, text.encode())
+    pieces = detokenize(vocabulary, text.encode())
     assert "".join(pieces) == text
     assert "\ufffd" not in "".join(pieces)
 
@@ -35,7 +35,7 @@ def test_character_is_returned_with_its_last_byte(vocabulary):
 
 
 def test_an_unfinished_character_is_replaced_at_the_end(vocabulary):
-    pieces = run(vocabulary, [*b"a", 0xF0, 0x9F])
+    pieces = detokenize(vocabulary, [*b"a", 0xF0, 0x9F])
     assert pieces == ["a", "", "", "\ufffd"]
 
 
@@ -57,7 +57,7 @@ def test_sentencepiece_tokens_with_byte_fallback_are_decoded():
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
-    pieces = run(TextVocabulary(tokenizer), [0, 1, 2, 3])
+    pieces = detokenize(TextVocabulary(tokenizer), [0, 1, 2, 3])
     assert pieces == ["Hi", " you", "", "é", ""]
     assert "".join(pieces) == tokenizer.decode([0, 1, 2, 3])
 

@@ -70,7 +70,7 @@ CASES = {
         "",
         [("ping", "{}")],
     ),
-    "a function that there isn't": ('<tool_call>{"name": "no", "arguments": {}}</tool_call>', "", "", [("no", "{}")]),
+    "an unknown function": ('<tool_call>{"name": "no", "arguments": {}}</tool_call>', "", "", [("no", "{}")]),
     "a name with escapes": (r'<tool_call>{"name": "p\u0069ng", "arguments": {}}</tool_call>', "", "", [("ping", "{}")]),
     "nested arguments": (
         '<tool_call>{"name": "ping", "arguments": {"a": {"b": [{"c": {}}, []]}}}</tool_call>',
@@ -108,8 +108,8 @@ CASES = {
     "an empty call": ("<tool_call></tool_call>", "", "<tool_call></tool_call>", []),
     "an object without a name": ('<tool_call>{"nam": "f"}</tool_call>', "", '<tool_call>{"nam": "f"}</tool_call>', []),
     "an empty name": ('a <tool_call>{"name": ""}', "", 'a <tool_call>{"name": ""}', []),
-    "a name that is no string": ('<tool_call>{"name": 5}', "", '<tool_call>{"name": 5}', []),
-    "arguments that are no object": (
+    "a name that is not a string": ('<tool_call>{"name": 5}', "", '<tool_call>{"name": 5}', []),
+    "arguments that are not an object": (
         '<tool_call>{"name": "ping", "arguments": [1]}</tool_call>!',
         "",
         '<tool_call>{"name": "ping", "arguments": [1]}</tool_call>!',
@@ -177,7 +177,7 @@ def test_hermes_answers_are_parsed(check, case):
     check(FORM, *case)
 
 
-# More such cases. Here the prompt ends in "<think>\n".
+# More cases in the same form. Here the prompt ends in "<think>\n".
 BEGUN = {
     "reasoning, then content": ("Hm.\n</think>\n\nHello.", "Hm.", "Hello.", []),
     "no end": ("Hm.\nHello.", "Hm.\nHello.", "", []),

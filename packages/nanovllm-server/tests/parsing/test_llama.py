@@ -1,4 +1,4 @@
-"""Llama 3.x: calls are bare JSON objects that name known functions. Only R1-Distill-Llama reasons."""
+"""Llama 3.x: calls are bare JSON objects that name known functions. Only R1-Distill-Llama writes reasoning."""
 
 import pytest
 
@@ -25,7 +25,7 @@ CASES = {
     "the tag": (f"<|python_tag|>{CALL}", "", "", [CALLED]),
     "the tag, and two calls": (f"<|python_tag|>{CALL}; {PING}", "", "", [CALLED, PINGED]),
     "the tag twice": (f"<|python_tag|>{CALL}<|python_tag|>{PING}", "", "", [CALLED, PINGED]),
-    "the tag before a function that there isn't": (
+    "the tag before an unknown function": (
         '<|python_tag|>{"name": "no", "parameters": {}}',
         "",
         "",
@@ -59,7 +59,7 @@ CASES = {
     "more after the parameters": ('{"name": "ping", "parameters": {}, "id": "}"}.', "", ".", [PINGED]),
     "one brace too few": ('{"name": "ping", "parameters": {}', "", "", [PINGED]),
     "one brace too many": (f"{PING}}}", "", "", [PINGED]),
-    "a function that there isn't": ('{"name": "no", "parameters": {}}', "", '{"name": "no", "parameters": {}}', []),
+    "an unknown function": ('{"name": "no", "parameters": {}}', "", '{"name": "no", "parameters": {}}', []),
     "an object that is an answer": (
         '{"name": "Ada", "parameters": {"name": "ping", "parameters": {}}} is it',
         "",
@@ -75,7 +75,7 @@ CASES = {
     "a call after an object": (f'{{"a": "}}"}} {PING}', "", '{"a": "}"}', [PINGED]),
     "a call after an unclosed string": (f'{{"a: 1\n}} {PING}', "", '{"a: 1\n}', [PINGED]),
     "a list of calls": (f"[{PING}, {PING}]", "", "[,]", [PINGED, PINGED]),
-    "parameters that are no object": (
+    "parameters that are not an object": (
         '{"name": "ping", "parameters": [1]}',
         "",
         '{"name": "ping", "parameters": [1]}',

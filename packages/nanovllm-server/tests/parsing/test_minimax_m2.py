@@ -33,7 +33,7 @@ BEGUN = {
     "cut off in the call": (f"Hm.</think>{block(TWO)[:70]}", "Hm.", "", [("get_weather", "", "cut")]),
 }
 
-# More such cases, but the prompt does not begin the reasoning.
+# More cases in the same form. Here the prompt does not begin the reasoning.
 CASES = {
     "plain text": (" <b>a</b> ", "", " <b>a</b> ", []),
     "reasoning all the same": (f"<think>Hm.</think>\n{block(PING)}", "Hm.", "", [PINGED]),
@@ -47,7 +47,12 @@ CASES = {
     "a string that looks like a number": (search("query", "007"), "", "", [("search", '{"query": "007"}')]),
     "an integer": (search("limit", "7"), "", "", [("search", '{"limit": 7}')]),
     "an integer with space around": (search("limit", " 7 "), "", "", [("search", '{"limit": 7}')]),
-    "an integer that is none": (search("limit", "007"), "", "", [("search", '{"limit": "007"}')]),
+    "an integer parameter with a value that is not an integer": (
+        search("limit", "007"),
+        "",
+        "",
+        [("search", '{"limit": "007"}')],
+    ),
     "a boolean": (search("exact", "false"), "", "", [("search", '{"exact": false}')]),
     "an array": (search("tags", "[1, [2]]"), "", "", [("search", '{"tags": [1, [2]]}')]),
     "an object": (search("filter", "{}"), "", "", [("search", '{"filter": {}}')]),
@@ -77,7 +82,7 @@ CASES = {
         "",
         [("get_weather", '{"city": "Rome", "days": 2}')],
     ),
-    "a function that there isn't": (block('<invoke name="no"></invoke>'), "", "", [("no", "{}")]),
+    "an unknown function": (block('<invoke name="no"></invoke>'), "", "", [("no", "{}")]),
     "no block": (f"Now: {WEATHER}ok", "", "Now:\nok", [CALLED]),
     "no block and no such function": ('<invoke name="no"></invoke>', "", '<invoke name="no"></invoke>', []),
     "a block without a call": (block("none "), "", block("none "), []),
@@ -93,7 +98,7 @@ CASES = {
         [("ping", '{"a": "1"}')],
     ),
     "a name that is too long": (block(f'<invoke name="{"n" * 257}">'), "", block(f'<invoke name="{"n" * 257}">'), []),
-    "a name that is not": (block(f'<invoke name="{"n" * 256}"></invoke>'), "", "", [("n" * 256, "{}")]),
+    "a name of the maximum length": (block(f'<invoke name="{"n" * 256}"></invoke>'), "", "", [("n" * 256, "{}")]),
     "cut off in the tag": ("ok <minimax:tool", "", "ok <minimax:tool", []),
     "cut off in the name": (block(PING)[:30], "", block(PING)[:30], []),
     "cut off after the name": (block(PING)[:40], "", "", [("ping", "", "cut")]),

@@ -1,4 +1,7 @@
-"""Qwen3-Coder writes calls as XML-like elements. The function's schema decides the types of values. Some reason."""
+"""Qwen3-Coder writes calls as XML-like elements. The function's schema decides the types of values.
+
+Some models with this format also write reasoning.
+"""
 
 import pytest
 
@@ -89,15 +92,30 @@ CASES = {
     "an integer": (search("limit", "-5"), "", "", [("search", '{"limit": -5}')]),
     "an integer that is null": (search("limit", "null"), "", "", [("search", '{"limit": null}')]),
     "an integer that is None": (search("limit", "None"), "", "", [("search", '{"limit": null}')]),
-    "an integer that is none": (search("limit", "many"), "", "", [("search", '{"limit": "many"}')]),
+    "an integer parameter with a value that is not an integer": (
+        search("limit", "many"),
+        "",
+        "",
+        [("search", '{"limit": "many"}')],
+    ),
     "a number": (search("ratio", "1.50"), "", "", [("search", '{"ratio": 1.50}')]),
     "a number that is not finite": (search("ratio", "NaN"), "", "", [("search", '{"ratio": "NaN"}')]),
     "true": (search("exact", "true"), "", "", [("search", '{"exact": true}')]),
     "True": (search("exact", "True"), "", "", [("search", '{"exact": true}')]),
-    "a boolean that is none": (search("exact", "yes"), "", "", [("search", '{"exact": "yes"}')]),
+    "a boolean parameter with a value that is not a boolean": (
+        search("exact", "yes"),
+        "",
+        "",
+        [("search", '{"exact": "yes"}')],
+    ),
     "an array": (search("tags", '["a", "b"]'), "", "", [("search", '{"tags": ["a", "b"]}')]),
     "an array over several lines": (search("tags", '[\n "a"\n]'), "", "", [("search", '{"tags": [\n "a"\n]}')]),
-    "an array that is none": (search("tags", "['a']"), "", "", [("search", '{"tags": "[\'a\']"}')]),
+    "an array parameter with a value that is not an array": (
+        search("tags", "['a']"),
+        "",
+        "",
+        [("search", '{"tags": "[\'a\']"}')],
+    ),
     "an object": (search("filter", '{"a": {"b": []}}'), "", "", [("search", '{"filter": {"a": {"b": []}}}')]),
     "an object cut short": (search("filter", '{"a": '), "", "", [("search", r'{"filter": "{\"a\": "}')]),
     "a string or null, a string": (search("note", "x"), "", "", [("search", '{"note": "x"}')]),
@@ -106,7 +124,7 @@ CASES = {
     "one of some strings": (search("kind", "web"), "", "", [("search", '{"kind": "web"}')]),
     "one of some values": (search("level", "2.5"), "", "", [("search", '{"level": 2.5}')]),
     "one of some values, null": (search("level", "None"), "", "", [("search", '{"level": null}')]),
-    "none of some values": (search("level", "high"), "", "", [("search", '{"level": "high"}')]),
+    "a value outside an enum": (search("level", "high"), "", "", [("search", '{"level": "high"}')]),
     "a constant": (search("fixed", "True"), "", "", [("search", '{"fixed": true}')]),
     "one of some strings, by reference": (search("order", "1"), "", "", [("search", '{"order": "1"}')]),
     "a reference to itself": (search("loop", "1"), "", "", [("search", '{"loop": 1}')]),
@@ -118,7 +136,7 @@ CASES = {
         "",
         [("ping", '{"a": "1", "b": "x"}')],
     ),
-    "a function that there isn't": (
+    "an unknown function": (
         "<tool_call><function=no><parameter=a>1</parameter></function></tool_call>",
         "",
         "",
@@ -166,7 +184,7 @@ CASES = {
         "<parameter=b\n></function>",
         [("ping", '{"a": "1"}')],
     ),
-    "a call after one that is none": (f"<tool_call>no\n{CALL}", "", "<tool_call>no", [CALLED]),
+    "a call after an opening tag without a call": (f"<tool_call>no\n{CALL}", "", "<tool_call>no", [CALLED]),
     "cut off in the tag": ("ok <function", "", "ok <function", []),
     "cut off in the name": ("<tool_call>\n<function=pi", "", "<tool_call>\n<function=pi", []),
     "cut off after the name": ("<tool_call>\n<function=ping>\n", "", "", [("ping", "", "cut")]),

@@ -42,14 +42,14 @@ def test_a_loopback_address_needs_no_warning(banner, host):
 
 
 @pytest.mark.parametrize(
-    ("flags", "info", "line"),
+    ("flags", "info_changes", "line"),
     [
         ("--role prefill", {"transfer_address": "127.0.0.1:5600"}, "listens on 127.0.0.1:5600"),
         ("--role decode --transfer-peers a:1,b:2", {"transfer_peers": ("a:1", "b:2")}, "fetches from a:1, b:2"),
     ],
 )
-def test_the_banner_says_with_which_engines_blocks_are_transferred(banner, engine, flags, info, line):
-    engine.info = replace(engine.info, **info)
+def test_the_banner_says_with_which_engines_blocks_are_transferred(banner, engine, flags, info_changes, line):
+    engine.info = replace(engine.info, **info_changes)
     assert f"\n  transfer {line}\n\ncurl" in banner("127.0.0.1", *flags.split(), "--transfer-secret-file", "secret")
 
 

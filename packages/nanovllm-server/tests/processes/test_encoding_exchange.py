@@ -14,7 +14,7 @@ from nanovllm_models import default_model_path, load_tokenizer
 from nanovllm_server.processes.encoding_exchange import RING_BYTES, RingEncodingExchange, allocate_rings
 from nanovllm_server.processes.rings import RingMemory
 
-SPAWN = multiprocessing.get_context("spawn")
+SPAWN_CONTEXT = multiprocessing.get_context("spawn")
 NUM_TOKEN_IDS = 1000
 
 
@@ -63,15 +63,15 @@ def test_a_segment_encoded_by_one_worker_is_cached_in_another():
 def test_dropped_messages_change_no_ids():
     """The rings hold only a fraction of the published bytes."""
     memory = RingMemory(2, 1 << 12)
-    sharing = [load_sharing_tokenizer(memory, worker) for worker in range(2)]
+    tokenizers_and_exchanges = [load_sharing_tokenizer(memory, worker) for worker in range(2)]
     rng = random.Random(1)
     for turn in range(20):
         text = make_conversation(rng, 10)
-        expected = sharing[0][0].backend.encode(text, add_special_tokens=False).ids
-        for tokenizer, _ in sharing if turn % 2 else sharing[::-1]:
+        expected = tokenizers_and_exchanges[0][0].backend.encode(text, add_special_tokens=False).ids
+        for tokenizer, _ in tokenizers_and_exchanges if turn % 2 else tokenizers_and_exchanges[::-1]:
             assert tokenizer.encode(text, add_special_tokens=False).tolist() == expected
-    encoded = [exchange.num_encoded for _, exchange in sharing]
-    assert min(encoded) > 20
+    nums_encoded = [exchange.num_encoded for _, exchange in tokenizers_and_exchanges]
+    assert min(nums_encoded) > 20
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_a_replacement_receives_earlier_messages_of_all_workers_and_can_publish(
     memory = RingMemory(2, RING_BYTES)
     other = RingEncodingExchange(memory, 0, NUM_TOKEN_IDS)
     other.receive()
-    lost = SPAWN.Process(target=publish, args=(memory, 1, {"of the lost worker": encode_ids(1)}))
+    lost = SPAWN_CONTEXT.Process(target=publish, args=(memory, 1, {"of the lost worker": encode_ids(1)}))
     lost.start()
     lost.join()
     assert lost.exitcode == 0
@@ -150,6 +150,6 @@ def test_publishing_does_not_wait_for_readers():
     assert f"999{text}" in received
 
 
-def test_one_worker_has_no_exchange():
+def test_rings_are_allocated_for_several_workers_only():
     assert allocate_rings(1) is None
     assert isinstance(allocate_rings(2), RingMemory)

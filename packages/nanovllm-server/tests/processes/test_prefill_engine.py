@@ -26,7 +26,7 @@ RECIPE = EngineRecipe(ModelDirectory(Path("model"), "model"), None, "auto", "tex
 
 
 class FakeClient:
-    """An engine that serves until a test sets its death reason."""
+    """Replaces a client of an engine. The engine serves until a test sets `death_reason`."""
 
     def __init__(self) -> None:
         self.death_reason: str | None = None
@@ -37,7 +37,7 @@ class FakeClient:
 
 
 class FakeEngines:
-    """Replaces `EngineProcess` and `EngineClient`. failures: errors of the next starts."""
+    """Replaces `EngineProcess` and `EngineClient`. failures: errors that the next starts raise, in this order."""
 
     def __init__(self) -> None:
         self.recipes: list[EngineRecipe] = []
@@ -190,8 +190,10 @@ def test_delays_double_and_end_at_a_minute():
 
 def test_recipe_sets_the_visible_gpus(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
-    seen = []
-    monkeypatch.setattr("nanovllm_models.load", lambda *_, **__: seen.append(module.os.environ["CUDA_VISIBLE_DEVICES"]))
+    gpus_during_load = []
+    monkeypatch.setattr(
+        "nanovllm_models.load", lambda *_, **__: gpus_during_load.append(module.os.environ["CUDA_VISIBLE_DEVICES"])
+    )
     module.replace(RECIPE, visible_gpus="2")()
     RECIPE()
-    assert seen == ["2", "2"]
+    assert gpus_during_load == ["2", "2"]

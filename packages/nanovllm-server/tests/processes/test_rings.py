@@ -7,17 +7,17 @@ import time
 from pathlib import Path
 
 import pytest
-from exchange_peer import payload_of, write_until_killed
+from exchange_peer import make_payload, write_until_killed
 from hypothesis import given
 from hypothesis import strategies as st
 
 from nanovllm_server.processes.rings import RingMemory, RingReader
 
 CAPACITY = 1 << 10
-SPAWN = multiprocessing.get_context("spawn")
+SPAWN_CONTEXT = multiprocessing.get_context("spawn")
 
 
-def ring_and_reader(capacity=CAPACITY):
+def make_ring_and_reader(capacity=CAPACITY):
     (ring,) = RingMemory(1, capacity).rings()
     return ring, RingReader(ring)
 
@@ -25,7 +25,7 @@ def ring_and_reader(capacity=CAPACITY):
 @given(st.lists(st.binary(max_size=300) | st.none(), max_size=60))
 def test_a_slow_reader_gets_the_newest_messages_once(actions):
     """An action is a message to write; None makes the reader read."""
-    ring, reader = ring_and_reader()
+    ring, reader = make_ring_and_reader()
     unread: list[bytes] = []
     for payload in [*actions, None]:
         if payload is not None:
@@ -43,7 +43,7 @@ def test_a_slow_reader_gets_the_newest_messages_once(actions):
 
 
 def test_a_message_may_fill_the_ring_but_not_exceed_it():
-    ring, reader = ring_and_reader()
+    ring, reader = make_ring_and_reader()
     ring.write(b"first")
     with pytest.raises(ValueError, match="does not fit"):
         ring.write(bytes(CAPACITY - 15))
@@ -55,7 +55,7 @@ def test_a_message_may_fill_the_ring_but_not_exceed_it():
 @pytest.mark.parametrize("place", range(20))
 def test_a_damaged_message_is_ignored(place):
     """Damages eight bytes from `place` on: bytes of a length, a checksum or a text."""
-    ring, reader = ring_and_reader()
+    ring, reader = make_ring_and_reader()
     ring.write(b"first" * 4)
     ring.write(b"second" * 4)
     ring._data[place : place + 8] = b"\xfe" * 8
@@ -69,37 +69,37 @@ def test_a_damaged_message_is_ignored(place):
 
 @pytest.mark.parametrize("positions", [(0, 1 << 40), (1 << 40, 0), (1 << 63, (1 << 64) - 1), (17, 40)])
 def test_damaged_positions_give_no_message_and_raise_nothing(positions):
-    ring, reader = ring_and_reader()
+    ring, reader = make_ring_and_reader()
     ring.write(b"first")
     ring._positions[0], ring._positions[1] = positions
     assert reader.read() == []
 
 
 def test_a_writer_continues_after_its_ring_was_damaged():
-    ring, reader = ring_and_reader()
+    ring, reader = make_ring_and_reader()
     ring.write(b"first")
     ring._data[:8] = b"\xff" * 8
     for number in range(100):
-        ring.write(payload_of(number)[:200])
-    assert reader.read()[-1] == payload_of(99)[:200]
+        ring.write(make_payload(number)[:200])
+    assert reader.read()[-1] == make_payload(99)[:200]
 
 
 def test_messages_of_another_process_arrive_complete_and_in_order():
     memory = RingMemory(2, 1 << 14)
     reader = RingReader(memory.rings()[1])
-    writer = SPAWN.Process(target=write_until_killed, args=(memory, 1), daemon=True)
+    writer = SPAWN_CONTEXT.Process(target=write_until_killed, args=(memory, 1), daemon=True)
     writer.start()
-    last, num_read, num_reads = -1, 0, 0
+    last, num_read, num_nonempty_reads = -1, 0, 0
     deadline = time.monotonic() + 60
     while num_read < 3000:
         assert time.monotonic() < deadline
         messages = reader.read()
         numbers = [int.from_bytes(message[:8], "little") for message in messages]
-        assert messages == [payload_of(number) for number in numbers]
+        assert messages == [make_payload(number) for number in numbers]
         assert sorted({last, *numbers}) == [last, *numbers]
         if numbers:
-            last, num_read, num_reads = numbers[-1], num_read + len(numbers), num_reads + 1
-    assert num_reads > 10
+            last, num_read, num_nonempty_reads = numbers[-1], num_read + len(numbers), num_nonempty_reads + 1
+    assert num_nonempty_reads > 10
     # A replacement can write to the ring, wherever the killed writer stopped.
     writer.kill()
     writer.join()

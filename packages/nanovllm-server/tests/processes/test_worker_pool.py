@@ -25,7 +25,7 @@ def test_delay_before_a_replacement_doubles_up_to_a_limit():
 
 async def test_a_replacement_that_is_not_ready_in_time_ends_the_pool(backend, tmp_path, monkeypatch):
     monkeypatch.setattr(worker_pool, "START_TIMEOUT_S", 2.0)
-    # No engine listens on this endpoint, so workers wait for the engine without end.
+    # No engine listens on this endpoint, so workers wait for the engine forever.
     lifeline, engine_end = multiprocessing.Pipe(duplex=False)
     engine = EngineAddress(f"ipc://{tmp_path / 'engine'}", lifeline)
     backend.save(str(tmp_path / "tokenizer.json"))
@@ -46,8 +46,8 @@ async def test_a_replacement_that_is_not_ready_in_time_ends_the_pool(backend, tm
         pool = WorkerPool([arguments], timeout_s=60)
         try:
             pool.open()
-            (first,) = multiprocessing.active_children()
-            first.kill()
+            (first_process,) = multiprocessing.active_children()
+            first_process.kill()
             async with asyncio.timeout(60):
                 with pytest.raises(RuntimeError, match="^the replacement of HTTP worker 0 was not ready after 2 s$"):
                     await pool.failed

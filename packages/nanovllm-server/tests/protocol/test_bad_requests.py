@@ -55,7 +55,7 @@ async def test_body_with_too_many_values_is_refused_before_it_is_decoded(client,
 
 
 @pytest.mark.parametrize("text", [",", "[", '",', '\\",', "\\"], ids=repr)
-def test_marks_inside_strings_are_not_counted_as_values(text):
+def test_brackets_and_commas_inside_strings_are_not_counted_as_values(text):
     body = {"x": text * (MAX_VALUES + 1), "y": [1, "a"]}
     assert parse_body(json.dumps(body).encode()) == body
 
@@ -107,10 +107,12 @@ async def test_unsupported_content_is_a_415(client, headers):
     await check_refusal(await client.post("/v1/chat/completions", data=b"{}", headers=headers), 415)
 
 
-@pytest.mark.parametrize("kind", ["application/json", "application/json; charset=utf-8", "application/vnd.x+json"])
-async def test_json_suffix_content_types_are_accepted(client, kind):
+@pytest.mark.parametrize(
+    "content_type", ["application/json", "application/json; charset=utf-8", "application/vnd.x+json"]
+)
+async def test_json_content_types_are_accepted(client, content_type):
     body = json.dumps({"model": "scripted", "messages": [USER]})
-    response = await client.post("/v1/chat/completions", data=body, headers={"Content-Type": kind})
+    response = await client.post("/v1/chat/completions", data=body, headers={"Content-Type": content_type})
     assert response.status_code == 200
 
 
@@ -135,15 +137,17 @@ async def test_model_name_with_a_suffix_is_a_404(post):
 async def test_checks_run_in_order_key_json_fields_model(client, service, engine):
     service.api_keys = ("secret",)
     key, json_type = {"Authorization": "Bearer secret"}, {"Content-Type": "application/json"}
-    wrong = {"model": "gpt-9", "messages": [USER], "guided_json": {}}
+    request_with_wrong_field = {"model": "gpt-9", "messages": [USER], "guided_json": {}}
     path = "/v1/chat/completions"
     await check_refusal(await client.post(path, data="{", headers=json_type), 401)
     await check_refusal(await client.post(path, data='{"model": "gpt-9",', headers={**json_type, **key}), 400)
-    await check_refusal(await client.post(path, json=wrong, headers=key), 400, "guided_json")
+    await check_refusal(await client.post(path, json=request_with_wrong_field, headers=key), 400, "guided_json")
     # Checks that depend on the model, such as the context length, come last.
-    long = {"model": "gpt-9", "messages": [USER], "max_tokens": 1_000_000}
-    await check_refusal(await client.post(path, json=long, headers=key), 404, "model")
-    await check_refusal(await client.post(path, json={**long, "model": "scripted"}, headers=key), 400, "max_tokens")
+    long_request = {"model": "gpt-9", "messages": [USER], "max_tokens": 1_000_000}
+    await check_refusal(await client.post(path, json=long_request, headers=key), 404, "model")
+    await check_refusal(
+        await client.post(path, json={**long_request, "model": "scripted"}, headers=key), 400, "max_tokens"
+    )
     assert engine.requests == []
 
 

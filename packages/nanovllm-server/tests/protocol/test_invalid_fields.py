@@ -26,23 +26,23 @@ def tool(**fields):
     return {"tools": [{"type": "function", "function": {"name": "f", **fields}}]}
 
 
-def allowed(**fields):
+def allowed_tools(**fields):
     return {"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "allowed_tools": fields}}
 
 
 def json_schema(**fields):
-    form = {"name": "a", "schema": {"type": "object"}, **fields}
-    return {"response_format": {"type": "json_schema", "json_schema": form}}
+    json_schema_fields = {"name": "a", "schema": {"type": "object"}, **fields}
+    return {"response_format": {"type": "json_schema", "json_schema": json_schema_fields}}
 
 
-def nested(depth):
-    form = {"type": "any_text"}
+def make_nested_format(depth):
+    tag_format = {"type": "any_text"}
     for _ in range(depth):
-        form = {"a": form}
-    return form
+        tag_format = {"a": tag_format}
+    return tag_format
 
 
-# Fields of the request, and the path that the error names.
+# Pairs of (fields of the request, path that the error names).
 INVALID_FIELDS = [
     ({"model": 7}, "model"),
     ({"messages": None}, "messages"),
@@ -196,13 +196,13 @@ INVALID_FIELDS = [
     ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice.function.name"),
     ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": ["f"]}}}, "tool_choice.function.name"),
     ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools"}}, "tool_choice.allowed_tools"),
-    (allowed(), "tool_choice.allowed_tools.mode"),
-    (allowed(mode="none"), "tool_choice.allowed_tools.mode"),
-    (allowed(mode="auto"), "tool_choice.allowed_tools.tools"),
-    (allowed(mode="auto", tools=[]), "tool_choice.allowed_tools.tools"),
-    (allowed(mode="auto", tools=["f"]), "tool_choice.allowed_tools.tools[0]"),
+    (allowed_tools(), "tool_choice.allowed_tools.mode"),
+    (allowed_tools(mode="none"), "tool_choice.allowed_tools.mode"),
+    (allowed_tools(mode="auto"), "tool_choice.allowed_tools.tools"),
+    (allowed_tools(mode="auto", tools=[]), "tool_choice.allowed_tools.tools"),
+    (allowed_tools(mode="auto", tools=["f"]), "tool_choice.allowed_tools.tools[0]"),
     (
-        allowed(mode="auto", tools=[TOOL, {"type": "function", "function": {"name": "g"}}]),
+        allowed_tools(mode="auto", tools=[TOOL, {"type": "function", "function": {"name": "g"}}]),
         "tool_choice.allowed_tools.tools[1].function.name",
     ),
     ({"tools": [TOOL], "tool_choice": "any"}, "tool_choice"),
@@ -250,7 +250,10 @@ INVALID_FIELDS = [
     (json_schema(schema=[]), "response_format.json_schema.schema"),
     ({"response_format": {"type": "structural_tag"}}, "response_format.format"),
     ({"response_format": {"type": "structural_tag", "format": "x"}}, "response_format.format"),
-    ({"response_format": {"type": "structural_tag", "format": nested(100)}}, "response_format.format" + ".a" * 65),
+    (
+        {"response_format": {"type": "structural_tag", "format": make_nested_format(100)}},
+        "response_format.format" + ".a" * 65,
+    ),
     ({"response_format": {"type": "structural_tag", "format": {"type": "x" * 200_000}}}, "response_format.format"),
     ({"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}, "structured_outputs"),
     ({"structured_outputs": "a"}, "structured_outputs"),
@@ -304,7 +307,7 @@ INVALID_FIELDS = [
 
 
 @pytest.mark.parametrize(("fields", "param"), INVALID_FIELDS, ids=lambda value: json.dumps(value)[:60])
-async def test_wrong_field_is_a_400_that_names_the_field(post, engine, service, fields, param):
+async def test_invalid_field_is_a_400_that_names_the_field(post, engine, service, fields, param):
     error = await check_refusal(await post(**fields), 400, param)
     assert error["type"] == "invalid_request_error"
     assert param.split("[")[0].split(".")[-1] in error["message"]
@@ -336,7 +339,7 @@ async def test_unsupported_field_is_refused_by_name(post, name):
         ("lora_request", {}, None),
     ],
 )
-async def test_error_of_an_unsupported_field_names_its_value_without_effect(post, name, value, suggestion):
+async def test_error_of_an_unsupported_field_suggests_a_value_without_effect(post, name, value, suggestion):
     error = await check_refusal(await post(**{name: value}), 400, name)
     expected = f"{name} is not supported: leave it out"
     assert error["message"] == (expected if suggestion is None else f"{expected} or set it to {suggestion}")

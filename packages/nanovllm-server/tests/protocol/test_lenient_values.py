@@ -11,7 +11,7 @@ TOOL = {"type": "function", "function": {"name": "f"}}
 
 @pytest.fixture
 def render_history(post, tokenizer):
-    """Posts a history that ends with `message`; returns the message that the template gets."""
+    """Posts a conversation with `message` between two user messages. Returns `message` as the template gets it."""
 
     async def render_history(**message):
         assert (await post(messages=[USER, message, USER])).status_code == 200
@@ -53,7 +53,8 @@ async def test_refusal_part_without_text_is_a_400(post):
 
 
 async def test_role_function_is_read_as_tool(post, tokenizer):
-    # The template gets the message with the role "tool". This template refuses that role, so the answer is a 400.
+    # The template gets the message with the role "tool". The template of these tests refuses that role, so the answer
+    # is a 400.
     await check_refusal(await post(messages=[USER, {"role": "function", "name": "f", "content": "4"}]), 400, "messages")
     assert tokenizer.rendered[-1][1] == {"role": "tool", "name": "f", "content": "4"}
 
@@ -90,14 +91,14 @@ async def test_integers_may_be_written_as_floats(post, engine):
 
 
 @pytest.mark.parametrize("fields", [{"max_tokens": 1.5}, {"top_k": 1e300}, {"seed": 2.0**60}, {"n": True}], ids=str)
-async def test_floats_that_are_no_exact_integers_are_a_400(post, fields):
+async def test_values_that_are_no_exact_integers_are_a_400(post, fields):
     error = await check_refusal(await post(**fields), 400, next(iter(fields)))
     assert "an integer" in error["message"]
 
 
 async def test_json_schema_format_without_schema_allows_any_object(post, engine):
-    form = {"type": "json_schema", "json_schema": {"name": "a"}}
-    assert (await post(response_format=form)).status_code == 200
+    response_format = {"type": "json_schema", "json_schema": {"name": "a"}}
+    assert (await post(response_format=response_format)).status_code == 200
     assert json.loads(engine.requests[0].sampling.grammar.source) == {"type": "object"}
 
 

@@ -28,7 +28,7 @@ def properties(openapi_document):
     return openapi_document["components"]["schemas"]["ChatCompletionRequest"]["properties"]
 
 
-def validator(openapi_document, name):
+def make_validator(openapi_document, name):
     return jsonschema_rs.Draft202012Validator(
         {"$ref": f"#/components/schemas/{name}", "components": openapi_document["components"]}
     )
@@ -60,7 +60,7 @@ def test_every_reference_resolves(openapi_document):
 
     follow(openapi_document)
     for name in openapi_document["components"]["schemas"]:
-        validator(openapi_document, name)
+        make_validator(openapi_document, name)
 
 
 async def test_document_requires_a_key_where_the_server_does(service, openapi_document):
@@ -72,10 +72,12 @@ async def test_document_requires_a_key_where_the_server_does(service, openapi_do
     service.api_keys = ("secret",)
     response = await create_app(service).test_client().get("/openapi.json")
     assert response.status_code == 200
-    locked = await response.get_json()
-    assert locked["components"]["securitySchemes"]["key"] == {"type": "http", "scheme": "bearer"}
-    asking = {path for path, item in locked["paths"].items() for method in item.values() if "security" in method}
-    assert asking == {"/v1/chat/completions", "/v1/models", "/v1/models/{name}"}
+    document_with_key = await response.get_json()
+    assert document_with_key["components"]["securitySchemes"]["key"] == {"type": "http", "scheme": "bearer"}
+    paths_with_key = {
+        path for path, item in document_with_key["paths"].items() for method in item.values() if "security" in method
+    }
+    assert paths_with_key == {"/v1/chat/completions", "/v1/models", "/v1/models/{name}"}
 
 
 @pytest.mark.parametrize(
@@ -117,24 +119,24 @@ def test_required_fields_are_documented(openapi_document):
     assert request["properties"]["tools"]["items"]["required"] == ["type", "function"]
 
 
-def leaves(value, steps=()):
-    """The names and indices that lead to each scalar in an example."""
+def find_leaf_paths(value, steps=()):
+    """Yields a tuple per scalar in an example: the keys and indices that lead to the scalar."""
     match value:
         case dict():
             for key, inner in value.items():
-                yield from leaves(inner, (*steps, key))
+                yield from find_leaf_paths(inner, (*steps, key))
         case list():
             for index, inner in enumerate(value):
-                yield from leaves(inner, (*steps, index))
+                yield from find_leaf_paths(inner, (*steps, index))
         case _:
             yield steps
 
 
 REQUESTS = {name: {"model": "MODEL", **example} for name, example in EXAMPLES.items()}
-CHANGES = [(name, steps) for name, example in REQUESTS.items() for steps in leaves(example)]
+LEAF_PATHS = [(name, steps) for name, example in REQUESTS.items() for steps in find_leaf_paths(example)]
 
 
-@pytest.mark.parametrize(("name", "steps"), CHANGES, ids=str)
+@pytest.mark.parametrize(("name", "steps"), LEAF_PATHS, ids=str)
 @pytest.mark.parametrize("value", [None, 7, True, "?", [], {}], ids=repr)
 def test_schema_accepts_all_values_that_the_reader_accepts(openapi_document, name, steps, value):
     """The reader may refuse more values, for example because of another field."""
@@ -147,14 +149,14 @@ def test_schema_accepts_all_values_that_the_reader_accepts(openapi_document, nam
         read_chat_request(FieldReader(example), LIMITS, DEFAULTS)
     except ApiError:
         return
-    validator(openapi_document, "ChatCompletionRequest").validate(example)
+    make_validator(openapi_document, "ChatCompletionRequest").validate(example)
 
 
 def test_examples_are_valid_requests(openapi_document):
     content = openapi_document["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]
     for example in content["examples"].values():
         assert example["value"]["model"] == "scripted"
-        validator(openapi_document, "ChatCompletionRequest").validate(example["value"])
+        make_validator(openapi_document, "ChatCompletionRequest").validate(example["value"])
 
 
 def test_invalid_example_is_an_error():

@@ -250,29 +250,29 @@ SCHEMA_BY_PATH = {
 
 
 def check_body(name: str, data: bytes | str) -> Any:
-    """The JSON in `data`. Raises if it is invalid under OpenAI's or our own schema of that name."""
+    """Returns the JSON value in `data`. Raises if it is invalid under the schema `name` of OpenAI or of our server."""
     ADAPTERS[name].validate_json(data)
     body = json.loads(data)
     VALIDATORS[name].validate(body)
     return body
 
 
-def check_response(exchange: ObservedResponse) -> None:
+def check_response(response: ObservedResponse) -> None:
     """Checks a response against the contract. Raises ValueError or AssertionError if it violates the contract."""
-    is_stream = exchange.content_type.startswith("text/event-stream")
-    if exchange.method == "HEAD" or not (exchange.complete or is_stream):
+    is_stream = response.content_type.startswith("text/event-stream")
+    if response.method == "HEAD" or not (response.complete or is_stream):
         return
-    if exchange.status >= 400:
-        check_body("Health" if exchange.path in HEALTH_PATHS and exchange.status == 503 else "Error", exchange.body)
-        assert exchange.content_type == "application/json"
+    if response.status >= 400:
+        check_body("Health" if response.path in HEALTH_PATHS and response.status == 503 else "Error", response.body)
+        assert response.content_type == "application/json"
     elif is_stream:
-        check_stream(exchange.body, complete=exchange.complete)
-    elif exchange.path.startswith("/v1/models/"):
-        check_body("Model", exchange.body)
-    elif exchange.path in SCHEMA_BY_PATH:
-        body = check_body(SCHEMA_BY_PATH[exchange.path], exchange.body)
-        assert exchange.content_type == "application/json"
-        if exchange.path == "/v1/chat/completions":
+        check_stream(response.body, complete=response.complete)
+    elif response.path.startswith("/v1/models/"):
+        check_body("Model", response.body)
+    elif response.path in SCHEMA_BY_PATH:
+        body = check_body(SCHEMA_BY_PATH[response.path], response.body)
+        assert response.content_type == "application/json"
+        if response.path == "/v1/chat/completions":
             assert [choice["index"] for choice in body["choices"]] == [*range(len(body["choices"]))]
             for choice in body["choices"]:
                 message = choice["message"]

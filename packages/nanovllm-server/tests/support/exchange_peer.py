@@ -6,7 +6,7 @@ from nanovllm_server.processes.encoding_exchange import RingEncodingExchange
 from nanovllm_server.processes.rings import RingMemory
 
 
-def payload_of(number: int) -> bytes:
+def make_payload(number: int) -> bytes:
     """A message of up to 4 KB that repeats its number, so that a reader can check each byte."""
     return number.to_bytes(8, "little") * (1 + number * 37 % 500)
 
@@ -14,7 +14,7 @@ def payload_of(number: int) -> bytes:
 def write_until_killed(memory: RingMemory, index: int) -> None:
     ring = memory.rings()[index]
     for number in itertools.count():
-        ring.write(payload_of(number))
+        ring.write(make_payload(number))
 
 
 def publish(memory: RingMemory, worker: int, encoded: dict[str, bytes]) -> None:

@@ -50,37 +50,37 @@ class TimedExchange(RingEncodingExchange):
 
 def make_conversation(run: int) -> list[Message]:
     rng = random.Random(run)
-    text = [f"{index} " + " ".join(rng.choices(WORDS, k=WORDS_PER_MESSAGE)) for index in range(NUM_MESSAGES)]
+    texts = [f"{index} " + " ".join(rng.choices(WORDS, k=WORDS_PER_MESSAGE)) for index in range(NUM_MESSAGES)]
     return [
-        Message(role="user" if index % 2 == 0 else "assistant", content=content) for index, content in enumerate(text)
+        Message(role="user" if index % 2 == 0 else "assistant", content=content) for index, content in enumerate(texts)
     ]
 
 
-async def measure_max_wake_delay(stop: asyncio.Event) -> float:
-    latest = 0.0
+async def measure_max_wake_delay_s(stop: asyncio.Event) -> float:
+    max_delay_s = 0.0
     while not stop.is_set():
         begin = time.perf_counter()
         await asyncio.sleep(TICK_S)
-        latest = max(latest, time.perf_counter() - begin - TICK_S)
-    return latest
+        max_delay_s = max(max_delay_s, time.perf_counter() - begin - TICK_S)
+    return max_delay_s
 
 
-async def serve_orders(tokenizer: Tokenizer, orders: Connection) -> None:
+async def serve_render_requests(tokenizer: Tokenizer, connection: Connection) -> None:
     renderer = Renderer(tokenizer)
     loop = asyncio.get_running_loop()
-    while (messages := await loop.run_in_executor(None, orders.recv)) is not None:
+    while (messages := await loop.run_in_executor(None, connection.recv)) is not None:
         stop = asyncio.Event()
-        waking = asyncio.create_task(measure_max_wake_delay(stop))
+        wake_delay_task = asyncio.create_task(measure_max_wake_delay_s(stop))
         await asyncio.sleep(0.02)
         begin = time.perf_counter()
         prompt = await renderer.render(messages)
         seconds = time.perf_counter() - begin
         stop.set()
-        orders.send((seconds, await waking, prompt.token_ids))
+        connection.send((seconds, await wake_delay_task, prompt.token_ids))
     renderer.close()
 
 
-def run_worker(memory: RingMemory | None, index: int, orders: Connection) -> None:
+def run_worker(memory: RingMemory | None, index: int, connection: Connection) -> None:
     limit_malloc_heaps(NUM_ENCODING_THREADS, MAX_HEAP_BLOCK_BYTES)
     os.environ.setdefault("RAYON_NUM_THREADS", str(NUM_ENCODING_THREADS))
     import uvloop
@@ -90,9 +90,9 @@ def run_worker(memory: RingMemory | None, index: int, orders: Connection) -> Non
     if memory is not None:
         exchange = TimedExchange(memory, index, tokenizer.vocab_size)
         tokenizer.share_encodings(exchange)
-    orders.send("ready")
-    uvloop.run(serve_orders(tokenizer, orders))
-    orders.send(None if exchange is None else exchange.times)
+    connection.send("ready")
+    uvloop.run(serve_render_requests(tokenizer, connection))
+    connection.send(None if exchange is None else exchange.times)
 
 
 def measure_turns(runs: int, *, shared: bool) -> None:

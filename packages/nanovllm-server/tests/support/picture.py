@@ -27,10 +27,15 @@ async def take_picture(url: str) -> bytes:
         for number, question in enumerate(QUESTIONS, 1):
             await tab.type(question)
             await tab.press("Enter")
-            length = f"[...document.querySelectorAll('.assistant .text')].at({number - 1})?.textContent.length"
-            done = f"document.querySelectorAll('.note').length === {number}"
+            length_expression = (
+                f"[...document.querySelectorAll('.assistant .text')].at({number - 1})?.textContent.length"
+            )
+            done_expression = f"document.querySelectorAll('.note').length === {number}"
             await tab.wait_until(
-                done if number < len(QUESTIONS) else f"{done} || {length} > {MIN_ANSWER_CHARACTERS}", 120
+                done_expression
+                if number < len(QUESTIONS)
+                else f"{done_expression} || {length_expression} > {MIN_ANSWER_CHARACTERS}",
+                120,
             )
         return await tab.screenshot()
 

@@ -193,9 +193,9 @@ class BlockFiles:
         # Other users can't access the directory, so the checksum need not detect deliberate changes.
         metadata = {"identity": self._identity, "hash": block_hash.hex(), "xxh3": f"{checksum:016x}"}
         tensor = {"dtype": "U8", "shape": [self._payload_bytes], "data_offsets": [0, self._payload_bytes]}
-        text = json.dumps({"__metadata__": metadata, "payload": tensor}).encode()
-        text += b" " * (-len(text) % 8)
-        return len(text).to_bytes(8, "little") + text
+        encoded = json.dumps({"__metadata__": metadata, "payload": tensor}).encode()
+        encoded += b" " * (-len(encoded) % 8)
+        return len(encoded).to_bytes(8, "little") + encoded
 
     def _read_file(self, path: Path, block_hash: bytes, into: memoryview) -> bool:
         """Read a file. Returns whether size, header and checksum are right."""
@@ -215,15 +215,15 @@ class BlockFiles:
             os.close(descriptor)
 
     def _write_file(self, block_hash: bytes, payload: memoryview) -> None:
-        temporary = self._folder / f"temporary-{self._writer.id}-{next(self._temporary_numbers)}"
+        temporary_path = self._folder / f"temporary-{self._writer.id}-{next(self._temporary_numbers)}"
         try:
             # fsync is not needed: a file that loses contents in a power failure fails its checksum.
-            with temporary.open("xb") as file:
+            with temporary_path.open("xb") as file:
                 file.write(self._make_header(block_hash, checksum_of(payload)))
                 file.write(payload)
-            temporary.rename(self._path(block_hash))
+            temporary_path.rename(self._path(block_hash))
         except OSError:
-            self._leftovers.append(temporary)
+            self._leftovers.append(temporary_path)
             raise
 
     def _remove_leftovers(self) -> None:
@@ -316,10 +316,10 @@ class BlockFiles:
             names.append((folder, name))
             mtimes.append(mtime_ns)
             sizes.append(num_bytes)
-        free_bytes = self._max_bytes - sum(reservations.values())
+        unreserved_bytes = self._max_bytes - sum(reservations.values())
         wanted_bytes = max(int(self._max_bytes * _RESERVED_SHARE) // (1 + len(reservations)), self._file_bytes)
-        reserved_bytes = max(min(wanted_bytes, free_bytes), 0)
-        if (excess_bytes := sum(sizes) + reserved_bytes - free_bytes) > 0:
+        reserved_bytes = max(min(wanted_bytes, unreserved_bytes), 0)
+        if (excess_bytes := sum(sizes) + reserved_bytes - unreserved_bytes) > 0:
             self._evict(names, mtimes, sizes, excess_bytes)
         self._writer.reserve(reserved_bytes)
         self._index = self._next_index

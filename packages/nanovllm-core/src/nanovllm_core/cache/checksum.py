@@ -4,7 +4,7 @@ import xxhash
 
 
 def checksum_of(data: memoryview) -> int:
-    """The 64-bit XXH3 hash of `data`. It detects accidental damage, but not deliberate changes.
+    """The 64-bit XXH3 hash of `data`. The hash detects accidental damage, but not deliberate changes.
 
     Other threads run while this function hashes large data. Source: https://github.com/Cyan4973/xxHash
     """

@@ -11,25 +11,25 @@ class CopyTimeModel:
     """A line through observed pairs (bytes, seconds), fitted by weighted least squares. Predicts 0 without pairs."""
 
     def __init__(self) -> None:
-        self._weight = self._bytes = self._seconds = self._bytes_squared = self._product = 0.0
+        self._weight_sum = self._bytes_sum = self._seconds_sum = self._squared_bytes_sum = self._product_sum = 0.0
         self._rejection_factor = 1.0
 
     def observe(self, num_bytes: int, seconds: float) -> None:
         """Add a copy of `num_bytes` that took `seconds`."""
-        self._weight = self._weight * _DECAY + 1
-        self._bytes = self._bytes * _DECAY + num_bytes
-        self._seconds = self._seconds * _DECAY + seconds
-        self._bytes_squared = self._bytes_squared * _DECAY + num_bytes * num_bytes
-        self._product = self._product * _DECAY + num_bytes * seconds
+        self._weight_sum = self._weight_sum * _DECAY + 1
+        self._bytes_sum = self._bytes_sum * _DECAY + num_bytes
+        self._seconds_sum = self._seconds_sum * _DECAY + seconds
+        self._squared_bytes_sum = self._squared_bytes_sum * _DECAY + num_bytes * num_bytes
+        self._product_sum = self._product_sum * _DECAY + num_bytes * seconds
         self._rejection_factor = 1.0
 
     def predict(self, num_bytes: int) -> float:
         """Predicted seconds of a copy of `num_bytes`."""
-        if self._weight == 0:
+        if self._weight_sum == 0:
             return 0.0
-        mean_bytes, mean_s = self._bytes / self._weight, self._seconds / self._weight
-        variance = self._bytes_squared / self._weight - mean_bytes * mean_bytes
-        covariance = self._product / self._weight - mean_bytes * mean_s
+        mean_bytes, mean_s = self._bytes_sum / self._weight_sum, self._seconds_sum / self._weight_sum
+        variance = self._squared_bytes_sum / self._weight_sum - mean_bytes * mean_bytes
+        covariance = self._product_sum / self._weight_sum - mean_bytes * mean_s
         if variance <= 1e-6 * mean_bytes * mean_bytes:
             # All copies had one size, so the rate is unknown. Predict a short time, so that another size is tried.
             return self._rejection_factor * mean_s * min(1.0, num_bytes / mean_bytes)

@@ -18,11 +18,11 @@ def make_entry_identity(spec: ModelSpec, config: ResolvedConfig, layout: CacheLa
             "ModelSpec.fingerprint, or leave out kv_offload_dir, transfer_listen and transfer_peers"
         )
     # `layout` has the dtypes of the caches. `dtype` is needed too: the dtype of the weights changes the cached values.
-    settings = ("device", "dtype", "kv_cache_dtype", "speculate", "tensor_parallel_size", "dp_attention")
+    setting_names = ("device", "dtype", "kv_cache_dtype", "speculate", "tensor_parallel_size", "dp_attention")
     return {
         "layout version": str(LAYOUT_VERSION),
         "model": ", ".join(map(str, fingerprints)),
-        **{name: str(getattr(config, name)) for name in settings},
+        **{name: str(getattr(config, name)) for name in setting_names},
         "block_size": str(layout.block_size),
         "cache layout": repr(layout),
     }

@@ -113,7 +113,7 @@ class FileTier:
         return written
 
     def remove_all(self) -> None:
-        """Remove all files of this model on a thread. Until they are removed, `contains` returns False."""
+        """Remove all files of this model on a thread. Until the files are removed, `contains` returns False."""
         writes = [future for _, future in self._writes.values() if not future.cancel()]
         self._removal = self._executor.submit(self._remove, writes)
 

@@ -19,7 +19,7 @@ from nanovllm_core.errors import ConfigError
 # Slots begin at multiples of this size, so that they can be pinned.
 PAGE_BYTES = 4096
 # The memory is pinned in pieces of about this size, because each pinning call blocks other calls of the driver.
-_PINNED_BYTES = 1 << 28
+_PIECE_BYTES = 1 << 28
 # Bytes of the counters of one rank: a cache line, so that ranks do not slow each other down.
 _COUNTER_BYTES = 64
 # Bytes of the random marker that identifies the memory. The marker follows the counters.
@@ -111,12 +111,12 @@ class HostLayout:
         return self.counters_bytes + sum(num_slots * slot_bytes for num_slots, slot_bytes in slots)
 
 
-# A rank's first counters, one per `Direction`, count executed batches. The next two counters have the indices below.
+# Indices of counters. A rank's first counters, one per `Direction`, count executed batches. Two more counters follow.
 # The state of a rank is _PENDING until the rank calls `set_ready` or `set_unusable`.
-_NUM_FAILURES, _STATE = len(Direction), len(Direction) + 1
+_FAILURES_INDEX, _STATE_INDEX = len(Direction), len(Direction) + 1
 _PENDING, _READY, _UNUSABLE = range(3)
 # Index of a counter of rank 0 only.
-_MAY_PIN = len(Direction) + 2
+_MAY_PIN_INDEX = len(Direction) + 2
 _COUNTER_STRIDE = _COUNTER_BYTES // 8
 
 
@@ -183,18 +183,18 @@ class HostMemory:
         """All slots, in pieces that are pinned one after another. A piece has whole slots: uint8 [number of bytes]."""
         pieces: list[Tensor] = []
         for slots, slot_bytes in zip(self._slots, self.layout.slot_bytes, strict=True):
-            piece_bytes = max(_PINNED_BYTES // slot_bytes, 1) * slot_bytes
+            piece_bytes = max(_PIECE_BYTES // slot_bytes, 1) * slot_bytes
             pieces += torch.frombuffer(slots, dtype=torch.uint8).split(piece_bytes)
         return pieces
 
     @property
     def may_pin(self) -> bool:
         """Whether the ranks may pin the memory now."""
-        return bool(self._counters[_MAY_PIN])
+        return bool(self._counters[_MAY_PIN_INDEX])
 
     def allow_pinning(self) -> None:
         """Let all ranks pin the memory. Pinning slows steps down, so rank 0 first finishes the timing of steps."""
-        self._counters[_MAY_PIN] = 1
+        self._counters[_MAY_PIN_INDEX] = 1
 
     @property
     def is_ready(self) -> bool:
@@ -208,15 +208,15 @@ class HostMemory:
         return _PENDING in states and _UNUSABLE not in states
 
     def _states(self) -> list[int]:
-        return [self._counters[rank * _COUNTER_STRIDE + _STATE] for rank in range(self.layout.num_ranks)]
+        return [self._counters[rank * _COUNTER_STRIDE + _STATE_INDEX] for rank in range(self.layout.num_ranks)]
 
     def set_ready(self, rank: int) -> None:
         """Record that `rank` can execute copies."""
-        self._counters[rank * _COUNTER_STRIDE + _STATE] = _READY
+        self._counters[rank * _COUNTER_STRIDE + _STATE_INDEX] = _READY
 
     def set_unusable(self, rank: int) -> None:
         """Record that `rank` can never execute copies."""
-        self._counters[rank * _COUNTER_STRIDE + _STATE] = _UNUSABLE
+        self._counters[rank * _COUNTER_STRIDE + _STATE_INDEX] = _UNUSABLE
 
     def count_done(self, rank: int, direction: Direction) -> None:
         """Count a batch that `rank` has executed. Only one thread per rank and direction may call this method."""
@@ -228,12 +228,12 @@ class HostMemory:
 
     def count_failure(self, rank: int) -> None:
         """Record that a batch has failed on `rank`. The rank then also calls `count_done` for the batch."""
-        self._counters[rank * _COUNTER_STRIDE + _NUM_FAILURES] += 1
+        self._counters[rank * _COUNTER_STRIDE + _FAILURES_INDEX] += 1
 
     @property
     def num_failures(self) -> int:
         """The number of failed batches of all ranks."""
-        return sum(self._counters[rank * _COUNTER_STRIDE + _NUM_FAILURES] for rank in range(self.layout.num_ranks))
+        return sum(self._counters[rank * _COUNTER_STRIDE + _FAILURES_INDEX] for rank in range(self.layout.num_ranks))
 
 
 def allocate_host_memory(config: ResolvedConfig) -> AnonymousMemory | None:

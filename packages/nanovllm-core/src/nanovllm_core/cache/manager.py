@@ -96,7 +96,7 @@ class CacheManager:
         return self._tier.is_worth_waiting(self._group, self.reusable_hashes(request))
 
     def start_load(self, request: RequestState) -> PrefixLoad | None:
-        """Load more of the prefix of an admitted request from `tier`, at most once until the next preemption.
+        """Load more of an admitted request's prefix from `tier`, once until its next preemption or before a retry.
 
         Returns None if `tier` has no more of the prefix, or if computing is faster. If a load is returned, the
         request must wait until the load has ended. Then call `finish_load`.

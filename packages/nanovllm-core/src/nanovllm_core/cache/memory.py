@@ -286,7 +286,7 @@ def order_slot_copies(copies: Sequence[tuple[int, int]]) -> list[tuple[int, int]
     """Order copies of slots such that each slot is read before a copy overwrites it.
 
     copies: pairs (source, target). Each target occurs once. The null slot does not occur.
-    If copies form a cycle, the result has an additional pair that first saves one state of the cycle in the null slot.
+    If copies form a cycle, the result has an additional pair, which first copies one slot of the cycle to NULL_SLOT.
     """
     source_by_target = {target: source for source, target in copies}
     if source_by_target.keys().isdisjoint(source_by_target.values()):
@@ -297,9 +297,9 @@ def order_slot_copies(copies: Sequence[tuple[int, int]]) -> list[tuple[int, int]
     while source_by_target:
         if not writable_targets:
             # Only cycles remain: each slot is the source of one copy.
-            saved_slot, overwritten_slot = next((source, target) for target, source in source_by_target.items())
+            saved_slot, reading_slot = next((source, target) for target, source in source_by_target.items())
             ordered.append((saved_slot, NULL_SLOT))
-            source_by_target[overwritten_slot] = NULL_SLOT
+            source_by_target[reading_slot] = NULL_SLOT
             writable_targets.append(saved_slot)
         target = writable_targets.pop()
         source = source_by_target.pop(target)

@@ -90,11 +90,11 @@ def _read_secret(path: Path) -> bytes | None:
 
 
 def _replace_secret(path: Path, secret: bytes) -> None:
-    temporary = path.with_name(f"{path.name}.new")
-    temporary.unlink(missing_ok=True)
-    with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+    temporary_path = path.with_name(f"{path.name}.new")
+    temporary_path.unlink(missing_ok=True)
+    with os.fdopen(os.open(temporary_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(secret)
-    temporary.rename(path)
+    temporary_path.rename(path)
 
 
 @contextlib.contextmanager
@@ -163,8 +163,8 @@ def find_reservations(directory: Path) -> dict[str, int]:
     return reservations
 
 
-def scan_files(directory: Path, writers: Collection[str]) -> Iterator[StoredFile]:
-    """Yield the blocks' files in all folders. Removes temporary files that no writer in `writers` owns.
+def scan_files(directory: Path, writer_ids: Collection[str]) -> Iterator[StoredFile]:
+    """Yield the blocks' files in all folders. Removes temporary files that no writer in `writer_ids` owns.
 
     Files with other names are left alone. The caller has locked the directory.
     """
@@ -177,7 +177,7 @@ def scan_files(directory: Path, writers: Collection[str]) -> Iterator[StoredFile
                     if is_block_file(entry.name):
                         status = entry.stat(follow_symlinks=False)
                         yield StoredFile(folder.name, entry.name, status.st_mtime_ns, status.st_size)
-                    elif (match := _TEMPORARY_NAME.fullmatch(entry.name)) and match[1] not in writers:
+                    elif (match := _TEMPORARY_NAME.fullmatch(entry.name)) and match[1] not in writer_ids:
                         os.unlink(entry.path)  # noqa: PTH108
                 except FileNotFoundError:  # A reader has removed the file, because it was damaged.
                     continue

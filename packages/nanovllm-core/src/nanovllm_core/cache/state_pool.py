@@ -77,7 +77,7 @@ class StatePool:
         slots.release(held_slots)
 
     def hold_source(self, request: RequestState) -> bool:
-        """Keep the checkpoint of an admitted request that starts later. Returns False if too few slots are free."""
+        """Hold the source checkpoint of a request that starts later. Returns False if too few slots are free."""
         if not request.source_state_slot:
             return True
         # Leave one slot for each request that may start, and one slot for the source checkpoint of the next request.

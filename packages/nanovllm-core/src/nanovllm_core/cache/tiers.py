@@ -31,7 +31,7 @@ PredictCompute = Callable[[int, int], float]
 
 @dataclass(slots=True, eq=False)
 class _BatchInFlight:
-    """A launched batch. It is unusable if `HostTier.epoch` or `HostMemory.num_failures` changes before its end."""
+    """A launched batch, which is unusable if `HostTier.epoch` or `HostMemory.num_failures` changes before it ends."""
 
     transfers: list[Transfer]
     loads: list[PrefixLoad]
@@ -158,7 +158,7 @@ class HostTier:
         return self._predict_load(0) <= self.predict_compute(indices[0] * self._block_size, num_tokens)
 
     def has_loads(self, group: int) -> bool:
-        """Whether loads to the cache of `group` are in flight. They write to blocks that can't be freed yet."""
+        """Whether loads to the cache of `group` are in flight. The loads write to blocks that can't be freed yet."""
         return bool(self._loading[group])
 
     def _predict_load(self, num_bytes: int) -> float:

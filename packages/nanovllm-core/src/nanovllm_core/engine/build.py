@@ -121,24 +121,24 @@ async def _run_on_thread(
 ) -> Result:
     """Run a function on the engine's thread. If another rank ends meanwhile, raise that rank's failure instead."""
     event_loop = asyncio.get_running_loop()
-    result = event_loop.run_in_executor(executor, function)
+    result_future = event_loop.run_in_executor(executor, function)
     if ranks is None:
-        return await result
-    failure = event_loop.create_future()
+        return await result_future
+    failure_future = event_loop.create_future()
 
     def end_wait() -> None:
-        if not failure.done():
-            failure.set_result(None)
+        if not failure_future.done():
+            failure_future.set_result(None)
 
     ranks.set_failure_callback(lambda: event_loop.call_soon_threadsafe(end_wait))
-    await asyncio.wait((result, failure), return_when=asyncio.FIRST_COMPLETED)
-    if failure.done():
+    await asyncio.wait((result_future, failure_future), return_when=asyncio.FIRST_COMPLETED)
+    if failure_future.done():
         # `close` ends the other ranks. A thread that waits for them then continues on a CPU, but maybe not on a GPU.
         await asyncio.to_thread(ranks.close)
-        await asyncio.wait([result], timeout=FAILED_RANK_TIMEOUT_S)
+        await asyncio.wait([result_future], timeout=FAILED_RANK_TIMEOUT_S)
         ranks.check()
     try:
-        return await result
+        return await result_future
     except ValueError:
         raise
     except Exception:

@@ -62,7 +62,7 @@ class EngineClient(Engine):
 
     @classmethod
     async def connect(cls, address: EngineAddress) -> "EngineClient":
-        """Connect to another process's engine, and wait until it serves. Raises ConfigError, EngineDeadError."""
+        """Connect to another process's engine, once the engine serves. Raises ConfigError, EngineDeadError."""
         return await cls._connect(address, None)
 
     @classmethod

@@ -31,8 +31,8 @@ from nanovllm_kernels.openmp_spinning import SpinControl
 Emit = Callable[[StepOutputs, EngineStats | None], None]
 # Interval at which `run` emits stats while the engine has requests, also during a long step.
 STATS_INTERVAL_S = 0.1
-# The plan of the next step should be ready after this share of the predicted time of the running step, because few
-# steps end earlier.
+# The plan of the next step should be ready after this share of the predicted time of the running step. Few steps end
+# earlier.
 PLAN_READY_SHARE = 0.85
 # Planning takes about PLANNING_LEAD_S, plus PLANNING_LEAD_PER_REQUEST_S per waiting request.
 PLANNING_LEAD_S = 0.002
@@ -139,9 +139,9 @@ class EngineLoop:
 
     async def reset_prefix_cache(self) -> None:
         """Forget all cached blocks, in all tiers. Returns once no later request can find them."""
-        event_loop, is_reset = asyncio.get_running_loop(), asyncio.Event()
-        self._send_to_thread(partial(event_loop.call_soon_threadsafe, is_reset.set))
-        await is_reset.wait()
+        event_loop, reset_event = asyncio.get_running_loop(), asyncio.Event()
+        self._send_to_thread(partial(event_loop.call_soon_threadsafe, reset_event.set))
+        await reset_event.wait()
 
     def _send_to_thread(self, message: RequestState | int | Callable[[], object]) -> None:
         self._inbox.append(message)

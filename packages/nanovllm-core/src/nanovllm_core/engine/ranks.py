@@ -30,7 +30,7 @@ from nanovllm_core.parallel.group import RankGroup
 from nanovllm_core.parallel.plan_ring import PlanRing
 from nanovllm_kernels.openmp_spinning import SpinControl, can_shorten_spins
 
-# `RankProcesses.close` waits this long for ranks to exit after `stop`. Then it kills them.
+# `RankProcesses.close` waits this long for ranks to exit after `stop`. Then `close` kills the remaining ranks.
 STOP_TIMEOUT_S = 5.0
 # After another rank has ended, the engine waits this long for the thread of rank 0.
 FAILED_RANK_TIMEOUT_S = 1.0
@@ -79,10 +79,10 @@ class RankProcesses:
         self._directory = tempfile.TemporaryDirectory(prefix="nanovllm-ranks-")
         self._config = config
         self._rendezvous = Path(self._directory.name) / "rendezvous"
-        num_others = config.tensor_parallel_size - 1
-        self._ring = PlanRing(num_others)
+        num_other_ranks = config.tensor_parallel_size - 1
+        self._ring = PlanRing(num_other_ranks)
         self._failure: RankFailure | None = None
-        self._has_failed = threading.Event()
+        self._failure_event = threading.Event()
         self._is_stopping = False
         self._on_failure: Callable[[], object] | None = None
         self._group: RankGroup | None = None
@@ -91,7 +91,7 @@ class RankProcesses:
         context = multiprocessing.get_context("spawn")
         self._processes: list[SpawnProcess] = []
         self._failure_pipes: list[Connection] = []
-        for rank in range(1, num_others + 1):
+        for rank in range(1, num_other_ranks + 1):
             read_end, write_end = context.Pipe(duplex=False)
             arguments = RankArguments(spec, config, rank, self._rendezvous, self._ring, write_end, host_memory)
             process = context.Process(target=run_rank, args=(arguments,), name=f"nanovllm-rank-{rank}", daemon=True)
@@ -148,7 +148,7 @@ class RankProcesses:
 
     def wait_for_failure(self) -> None:
         """Wait briefly for a failure, and raise its error. Call after an error that an ended rank may have caused."""
-        self._has_failed.wait(REPORT_TIMEOUT_S)
+        self._failure_event.wait(REPORT_TIMEOUT_S)
         self.check()
 
     @property
@@ -157,9 +157,9 @@ class RankProcesses:
         return self._failure is not None
 
     def set_failure_callback(self, callback: Callable[[], object]) -> None:
-        """Set the callback for the end of a rank. It runs now if a rank has ended already, else on another thread."""
+        """Set the callback for the end of a rank. If a rank has ended already, call it now, else on another thread."""
         self._on_failure = callback
-        if self._has_failed.is_set():
+        if self._failure_event.is_set():
             callback()
 
     def close(self) -> None:
@@ -180,13 +180,13 @@ class RankProcesses:
         if self._is_stopping or not isinstance(sentinel, int):
             return
         rank = rank_by_sentinel[sentinel]
-        process, failures = self._processes[rank - 1], self._failure_pipes[rank - 1]
+        process, failure_pipe = self._processes[rank - 1], self._failure_pipes[rank - 1]
         process.join()
         try:
-            self._failure = failures.recv()
+            self._failure = failure_pipe.recv()
         except EOFError:
             self._failure = RankFailure(rank, f"has ended (exit code {process.exitcode})", is_config_error=False)
-        self._has_failed.set()
+        self._failure_event.set()
         if (callback := self._on_failure) is not None:
             callback()
 

@@ -100,12 +100,12 @@ def _collect_tier_stats(tier: HostTier) -> dict[str, Any]:
 
 
 def _collect_transfer_stats(transfers: Transfers) -> dict[str, Any]:
-    fetched, num_served_bytes, num_leases = transfers.collect_stats()
+    fetch_counters, num_served_bytes, num_leases = transfers.collect_stats()
     return {
-        "fetches": tuple((str(outcome), count) for outcome, count in fetched.outcomes.items()),
-        "fetched_tokens": fetched.num_tokens,
-        "fetched_bytes": fetched.num_bytes,
-        "fetch_s": fetched.wait_s,
+        "fetches": tuple((str(outcome), count) for outcome, count in fetch_counters.outcomes.items()),
+        "fetched_tokens": fetch_counters.num_tokens,
+        "fetched_bytes": fetch_counters.num_bytes,
+        "fetch_s": fetch_counters.wait_s,
         "served_bytes": num_served_bytes,
         "num_leases": num_leases,
     }

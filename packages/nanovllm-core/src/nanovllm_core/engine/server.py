@@ -52,7 +52,7 @@ def run_engine(load_spec_and_config: SpecAndConfigLoader, endpoint: str, lifelin
     """Load a model and serve it until a client stops the engine, its loop fails or the parent process ends.
 
     endpoint: ZeroMQ endpoint to bind, in an empty directory. The process removes the directory if the parent has ended.
-    lifeline: write end of a pipe. It stays open while this process lives, so clients detect the end of the process.
+    lifeline: write end of a pipe, which stays open while this process lives. Clients detect its closing.
     """
     # Terminals and service managers send these signals to all processes. The parent decides when this process ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -77,7 +77,7 @@ def _remove_socket(endpoint: str) -> None:
     for _ in range(2):
         with contextlib.suppress(OSError):
             path.unlink(missing_ok=True)
-            # This fails if the directory has other files.
+            # `rmdir` fails if the directory has other files.
             path.parent.rmdir()
 
 
@@ -234,8 +234,8 @@ class EngineServer:
     def _send(self, client_number: int, message: wire.ToClient) -> None:
         client = self._clients_by_number[client_number]
         # Without a high-water mark, the future is done at once.
-        sent = asyncio.ensure_future(self._socket.send_multipart([client.identity, wire.encode(message)]))
-        if sent.done() and isinstance(error := sent.exception(), zmq.ZMQError) and error.errno == zmq.EHOSTUNREACH:
+        future = asyncio.ensure_future(self._socket.send_multipart([client.identity, wire.encode(message)]))
+        if future.done() and isinstance(error := future.exception(), zmq.ZMQError) and error.errno == zmq.EHOSTUNREACH:
             # The client has disconnected: abort its requests.
             for key in self._clients_by_number.pop(client_number).open_keys:
                 self._engine_loop.abort(key)

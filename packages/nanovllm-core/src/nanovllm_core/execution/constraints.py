@@ -20,8 +20,8 @@ from nanovllm_core.execution.step_handle import StepHandle
 from nanovllm_core.grammar_types import GrammarMatcher
 from nanovllm_core.scheduling.plan import NewRow, StepPlan
 
-# If one call for all rows takes longer than _MAX_BATCH_CALL_S, the next _NUM_SEPARATE_STEPS steps match each row in a
-# separate call, to find the slow grammar.
+# If one call for all rows takes longer than _MAX_BATCH_CALL_S, a grammar may be slow. To find this grammar, the next
+# _NUM_SEPARATE_STEPS steps match each row in a separate call.
 _MAX_BATCH_CALL_S = 0.02
 _NUM_SEPARATE_STEPS = 16
 
@@ -74,8 +74,8 @@ class Constraints:
 
         Each request that may need masks has one mask per entry. In a step without drafts, a request has one entry.
         """
-        for new in plan.new_rows:
-            self._replace_constraint(new)
+        for new_row in plan.new_rows:
+            self._replace_constraint(new_row)
         self.failures, self._step_requests, self._mask_candidates, self._forks = [], [], [], []
         self._num_masks = 0
         if not self._constraint_by_row:
@@ -98,8 +98,8 @@ class Constraints:
     def fill_masks(self, first_entries: NDArray[np.int64]) -> Masks | None:
         """Wait for the tokens of earlier steps and fill the masks. Returns None if no row is restricted.
 
-        first_entries: int64 [n], index of each sampling request's first entry among all entries of the step. The
-            numbers in `Masks.rows` are indices of entries too.
+        first_entries: int64 [n], index of each sampling request's first entry among all entries of the step.
+            `Masks.sample_indices` has such indices too.
         """
         self._apply_results(wait=any(request.constraint.depends_on_output for request in self._mask_candidates))
         masks = self.mask_buffer.new_masks(self._num_masks)
@@ -125,11 +125,11 @@ class Constraints:
         if self._step_requests:
             self._steps_in_flight.append(_StepInFlight(handle, self._step_requests, self.failures))
 
-    def _replace_constraint(self, new: NewRow) -> None:
-        self._remove_constraint(new.row)
-        if (constraint := Constraint.from_row(new, self._num_mask_words)) is not None:
-            self._constraint_by_row[new.row] = constraint
-            self._is_constrained[new.row] = True
+    def _replace_constraint(self, new_row: NewRow) -> None:
+        self._remove_constraint(new_row.row)
+        if (constraint := Constraint.from_row(new_row, self._num_mask_words)) is not None:
+            self._constraint_by_row[new_row.row] = constraint
+            self._is_constrained[new_row.row] = True
 
     def _remove_constraint(self, row: int) -> None:
         self._constraint_by_row.pop(row, None)

@@ -203,8 +203,8 @@ def plan_attention(
     requests: (block tables, context lengths, `DeviceRows.query_start_loc`).
     """
     spec, kv_cache = cache.layout.attention_specs[0], cache.kv_caches[0]
-    plan = plan_latent_batch if isinstance(spec, MLASpec) else plan_batch
-    return plan(
+    plan_function = plan_latent_batch if isinstance(spec, MLASpec) else plan_batch
+    return plan_function(
         *requests,
         num_decodes=bounds.num_decodes,
         max_query_len=bounds.max_query_len,

@@ -159,12 +159,12 @@ def graph_shapes(
     if max_drafts:
         # The first size fits the usual step at low load: one request with all drafts.
         sizes = {min(1 + max_drafts, max_draft_step_tokens), *decode_sizes(max_draft_step_tokens)} - {1}
-        counts = {(size, size) for size in sizes}
+        size_pairs = {(size, size) for size in sizes}
         if proposes_with_model:
-            counts |= {(-(-size // (1 + max_drafts)), size) for size in sizes}
+            size_pairs |= {(-(-size // (1 + max_drafts)), size) for size in sizes}
         shapes.extend(
             GraphShape(min(num_reqs, max_num_seqs), size, 1 + max_drafts, "full_decode_only", has_drafts=True)
-            for num_reqs, size in counts
+            for num_reqs, size in size_pairs
         )
     if mode != "full_decode_only":
         sizes = mixed_sizes(max_num_batched_tokens)
@@ -271,15 +271,16 @@ class StepGraphs:
 class _Pools:
     """Memory pools of graphs, and the graphs that propose drafts. Several shapes may share a proposing graph.
 
-    steps: memory pool of all graphs that do not propose drafts.
-    proposals: memory pool of proposing graphs. A shared graph may run after any step, so it can't use a step's memory.
-    proposing: the proposing graphs. Keys: (shape, `SamplingOps`) if `Proposer.reads_step` is True, else
-        (number of requests, `SamplingOps`).
+    step_pool: memory pool of all graphs that do not propose drafts.
+    proposal_pool: memory pool of proposing graphs. A shared graph may run after any step, so it can't use a step's
+        memory.
+    proposing_graphs: keys are (shape, `SamplingOps`) if `Proposer.reads_step` is True, else (number of requests,
+        `SamplingOps`).
     """
 
     def __init__(self) -> None:
-        self.steps, self.proposals = torch.cuda.graph_pool_handle(), torch.cuda.graph_pool_handle()
-        self.proposing: dict[tuple[object, int], tuple[torch.cuda.CUDAGraph, Tensor | None]] = {}
+        self.step_pool, self.proposal_pool = torch.cuda.graph_pool_handle(), torch.cuda.graph_pool_handle()
+        self.proposing_graphs: dict[tuple[object, int], tuple[torch.cuda.CUDAGraph, Tensor | None]] = {}
 
 
 def _capture_step(shape: GraphShape, functions: CapturedFunctions, pools: _Pools) -> CapturedStep:
@@ -288,7 +289,7 @@ def _capture_step(shape: GraphShape, functions: CapturedFunctions, pools: _Pools
     if proposer is not None:
         proposing_ops = proposer.captured_ops(may_propose=shape.mode == "full_decode_only")
         key = shape if proposer.reads_step else shape.num_reqs
-    new_ops = [ops for ops in proposing_ops if (key, ops) not in pools.proposing]
+    new_ops = [ops for ops in proposing_ops if (key, ops) not in pools.proposing_graphs]
     warm_up_output = run_forward(shape, None)
     for ops in CAPTURED_OP_SETS:
         choose_tokens(ops, warm_up_output, shape.has_drafts)
@@ -296,18 +297,19 @@ def _capture_step(shape: GraphShape, functions: CapturedFunctions, pools: _Pools
         propose(ops, warm_up_output)
     del warm_up_output
     torch.cuda.current_stream().synchronize()
-    with _Capture(pools.steps) as capture:
+    with _Capture(pools.step_pool) as capture:
         output = run_forward(shape, capture.launch_attention if shape.mode == "piecewise" else None)
     # `output` lives until the end of this function, so that the other graphs do not reuse the memory of its tensors.
-    sampling = {
-        ops: _capture(pools.steps, partial(choose_tokens, ops, output, shape.has_drafts)) for ops in CAPTURED_OP_SETS
+    choosing_graphs = {
+        ops: _capture(pools.step_pool, partial(choose_tokens, ops, output, shape.has_drafts))
+        for ops in CAPTURED_OP_SETS
     }
     for ops in new_ops:
-        pools.proposing[key, ops] = _capture(pools.proposals, partial(propose, ops, output))
-    proposing = {ops: pools.proposing[key, ops] for ops in proposing_ops}
+        pools.proposing_graphs[key, ops] = _capture(pools.proposal_pool, partial(propose, ops, output))
+    proposing_graphs = {ops: pools.proposing_graphs[key, ops] for ops in proposing_ops}
     logits, table_rows, positions, seq_lens, block_tables = map(_alias, output[:-1])
     aliases = ForwardOutput(logits, table_rows, positions, seq_lens, block_tables)
-    return CapturedStep(capture.pieces, capture.attentions, aliases, ChoiceGraphs(sampling, proposing))
+    return CapturedStep(capture.pieces, capture.attentions, aliases, ChoiceGraphs(choosing_graphs, proposing_graphs))
 
 
 def _capture(pool: _POOL_HANDLE, function: Callable[[], ResultT]) -> tuple[torch.cuda.CUDAGraph, ResultT]:

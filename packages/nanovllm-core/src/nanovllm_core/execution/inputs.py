@@ -68,7 +68,7 @@ class MaskBuffer:
         self._device_buffer = torch.full((size * (1 + num_words),), -1, dtype=torch.int32, device=device)
         self._host_buffer = self._device_buffer
         self._is_clear = True
-        self._rows = self._device_buffer[:size]
+        self._sample_indices = self._device_buffer[:size]
         self._bits = self._device_buffer[size:].view(size, num_words)
 
     def new_masks(self, count: int) -> Int32Array:
@@ -80,12 +80,12 @@ class MaskBuffer:
         self._host_buffer.numpy().fill(-1)
         return self._host_buffer.numpy()[self._size :].reshape(count, self._num_words)
 
-    def send(self, rows: Sequence[int]) -> Masks:
-        """Upload the masks that the last call of `new_masks` returned. rows: see `Masks`."""
-        self._host_buffer.numpy()[: len(rows)] = rows
+    def send(self, sample_indices: Sequence[int]) -> Masks:
+        """Upload the masks that the last call of `new_masks` returned. sample_indices: see `Masks`."""
+        self._host_buffer.numpy()[: len(sample_indices)] = sample_indices
         self._device_buffer[: len(self._host_buffer)].copy_(self._host_buffer, non_blocking=True)
         self._is_clear = False
-        return self.first_masks(len(rows))
+        return self.first_masks(len(sample_indices))
 
     def share(self, count: int, parallel: ParallelContext) -> Masks:
         """Copy the first `count` masks of rank 0 to the other ranks."""
@@ -95,12 +95,12 @@ class MaskBuffer:
 
     def first_masks(self, count: int) -> Masks:
         """Views of the first `count` masks."""
-        return Masks(self._rows[:count], self._bits[:count])
+        return Masks(self._sample_indices[:count], self._bits[:count])
 
     def clear(self) -> None:
         """Remove all masks, so that a graph that applies masks can be replayed for a step without masks."""
         if not self._is_clear:
-            self._rows.fill_(-1)
+            self._sample_indices.fill_(-1)
             self._is_clear = True
 
 

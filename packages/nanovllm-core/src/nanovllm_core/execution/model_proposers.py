@@ -86,19 +86,19 @@ class _CachingProposer(Proposer):
         is_proposed = has_space * is_sampled
         starts = torch.arange(num_reqs + 1, dtype=torch.int32, device=table.device)
         sampled_starts = functional.pad(is_sampled.cumsum(0, dtype=torch.int32), (1, 0))
-        # `last.num_computed` is the position of each row's last token or draft.
-        last = TokenTables(table.tokens, table.num_computed.clone())
+        # `draft_tables.num_computed` is the position of each row's last token or draft.
+        draft_tables = TokenTables(table.tokens, table.num_computed.clone())
         position = table.num_computed.index_select(0, table_rows) + 1
         for index in range(table.max_drafts):
             logits = self._parallel.exchange_columns(self._compute_logits(hidden))[:, : table.vocab_size]
             # Logits of padding may be NaN. A token that is drawn from NaN may be an invalid index.
             tokens = sample(logits, table_rows, position + index, ops & ~_IGNORED_OPS).clamp(0, table.vocab_size - 1)
             # Write a draft only if the token before it has a cache entry. An accepted draft needs this entry.
-            commit_tokens(table_rows, sampled_starts, tokens, is_proposed, last, None)
+            commit_tokens(table_rows, sampled_starts, tokens, is_proposed, draft_tables, None)
             num_proposed += is_proposed
             if index + 1 < table.max_drafts:
-                firsts = self._clamp_first_positions(last.num_computed - self.entry_offset, bounds)
-                inputs = self._build_inputs(table_rows, starts, firsts, bounds)
+                first_positions = self._clamp_first_positions(draft_tables.num_computed - self.entry_offset, bounds)
+                inputs = self._build_inputs(table_rows, starts, first_positions, bounds)
                 slots = inputs.slot_mapping * is_sampled
                 is_proposed = (slots >= self._cache.layout.block_size).int()
                 hidden = self._run(inputs._replace(slot_mapping=slots, input_ids=tokens), starts, bounds, hidden)
@@ -163,12 +163,12 @@ class DraftModelProposer(_CachingProposer):
     def compute_late_draft_entries(self, entries: Sequence[DraftEntryRange]) -> None:
         """See `Proposer.compute_late_draft_entries`."""
         # Attention expects requests with one token first.
-        rows, firsts, lengths = np.array(sorted(entries, key=lambda entry: entry.num_tokens != 1), np.int32).T
+        rows, first_positions, lengths = np.array(sorted(entries, key=lambda entry: entry.num_tokens != 1), np.int32).T
         query_starts = np.concatenate(([0], lengths.cumsum()), dtype=np.int32)
         table = self._table
-        table_rows, starts, query_start_loc = upload([rows, firsts, query_starts], table.device)
+        table_rows, starts, query_start_loc = upload([rows, first_positions, query_starts], table.device)
         num_tokens, num_decodes = int(lengths.sum()), int(np.count_nonzero(lengths == 1))
-        max_lens = int(lengths.max()), int((firsts + lengths).max())
+        max_lens = int(lengths.max()), int((first_positions + lengths).max())
         bounds = BatchBounds(num_tokens, num_decodes, *max_lens, has_only_whole_prompts=False)
         num_computed = table.num_computed.index_copy(0, table_rows.long(), starts)
         inputs = self._build_inputs(table_rows, query_start_loc, num_computed, bounds)
@@ -184,8 +184,8 @@ class DraftModelProposer(_CachingProposer):
         num_reqs, device = len(rows.table_rows), self._table.device
         starts = torch.arange(num_reqs + 1, dtype=torch.int32, device=device) * 2
         bounds = bounds._replace(num_tokens=2 * num_reqs, num_decodes=0, max_query_len=2)
-        firsts = self._clamp_first_positions(self._table.num_computed - 1, bounds)
-        inputs = self._build_inputs(rows.table_rows, starts, firsts, bounds)
+        first_positions = self._clamp_first_positions(self._table.num_computed - 1, bounds)
+        inputs = self._build_inputs(rows.table_rows, starts, first_positions, bounds)
         has_tokens = rows.query_start_loc.diff() > 0
         slots = inputs.slot_mapping * has_tokens.repeat_interleave(2, output_size=2 * num_reqs)
         hidden = self._run(inputs._replace(slot_mapping=slots), starts, bounds, hidden)

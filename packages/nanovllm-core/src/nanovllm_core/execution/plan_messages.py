@@ -36,21 +36,21 @@ class RowMessage(msgspec.Struct, frozen=True, array_like=True):
     prediction_ids: bytes
 
     @classmethod
-    def from_row(cls, new: NewRow) -> "RowMessage":
-        """The message for `new`, without grammar, budget and allowed ids. Rank 0 makes the masks of all ranks."""
-        sampling = new.sampling
+    def from_row(cls, new_row: NewRow) -> "RowMessage":
+        """The message for `new_row`, without grammar, budget and allowed ids. Rank 0 makes the masks of all ranks."""
+        sampling = new_row.sampling
         if sampling.grammar is not None or sampling.reasoning_budget is not None or sampling.allowed_token_ids:
             sampling = replace(sampling, grammar=None, reasoning_budget=None, allowed_token_ids=())
         return cls(
-            new.row,
-            new.token_ids.tobytes(),
-            new.num_prompt_tokens,
-            new.num_computed_tokens,
+            new_row.row,
+            new_row.token_ids.tobytes(),
+            new_row.num_prompt_tokens,
+            new_row.num_computed_tokens,
             sampling,
-            new.seed,
-            new.stop_ids,
-            new.state,
-            new.prediction_ids.tobytes(),
+            new_row.seed,
+            new_row.stop_ids,
+            new_row.state,
+            new_row.prediction_ids.tobytes(),
         )
 
     def to_row(self) -> NewRow:
@@ -111,7 +111,7 @@ class PlanPublisher:
             scheduled = rows.tobytes(), num_tokens.tobytes(), is_sampled.tobytes()
         message = PlanMessage(
             plan.step_number,
-            [RowMessage.from_row(new) for new in plan.new_rows],
+            [RowMessage.from_row(new_row) for new_row in plan.new_rows],
             (blocks.rows, blocks.entries, blocks.block_ids),
             scheduled,
             plan.shape,
@@ -154,7 +154,7 @@ class PlanDecoder:
             raise ValueError("the first plan refers to the rows of an earlier plan")
         plan = StepPlan(
             message.step_number,
-            [new.to_row() for new in message.new_rows],
+            [new_row.to_row() for new_row in message.new_rows],
             NewBlocks(*message.new_blocks),
             self._last_scheduled,
             message.shape,

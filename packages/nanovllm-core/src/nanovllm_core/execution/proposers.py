@@ -11,7 +11,7 @@ from nanovllm_core.execution.request_table import RequestTable, SamplingOps
 from nanovllm_core.scheduling.plan import DraftEntryRange
 from nanovllm_kernels.request_tables import TokenTables, propose_ngrams
 
-# `NgramProposer` searches for the last n tokens of a request earlier in the request. Minimum and maximum of n.
+# `NgramProposer` searches for an earlier occurrence of the last n tokens of a request. These are the limits of n.
 _MIN_MATCH, _MAX_MATCH = 3, 8
 
 # Value of the argument `ops` of `Proposer.propose`, in place of `SamplingOps`, if no request needs drafts.
@@ -75,11 +75,11 @@ class NgramProposer(Proposer):
         """See `Proposer.propose`."""
         del step, ops, sample
         table = self._table
-        searched = TokenTables(table.search_tokens, table.num_computed + table.max_prediction_tokens)
+        search_tables = TokenTables(table.search_tokens, table.num_computed + table.max_prediction_tokens)
         return propose_ngrams(
             rows.table_rows,
             rows.is_sampled,
-            searched,
+            search_tables,
             num_drafts=table.max_drafts,
             min_match=_MIN_MATCH,
             max_match=_MAX_MATCH,

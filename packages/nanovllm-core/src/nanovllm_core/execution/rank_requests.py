@@ -27,17 +27,19 @@ class RankRequests:
         """The new rows of this rank."""
         if self._num_groups == 1:
             return new_rows
-        return [replace(new, row=new.row - self._first_row) for new in new_rows if self._is_own(new.row)]
+        return [
+            replace(new_row, row=new_row.row - self._first_row) for new_row in new_rows if self._is_own(new_row.row)
+        ]
 
     def select_blocks(self, blocks: NewBlocks) -> NewBlocks:
         """The new blocks of this rank."""
         if self._num_groups == 1:
             return blocks
-        own = [index for index, row in enumerate(blocks.rows) if self._is_own(row)]
+        own_indices = [index for index, row in enumerate(blocks.rows) if self._is_own(row)]
         return NewBlocks(
-            [blocks.rows[index] - self._first_row for index in own],
-            [blocks.entries[index] for index in own],
-            [blocks.block_ids[index] for index in own],
+            [blocks.rows[index] - self._first_row for index in own_indices],
+            [blocks.entries[index] for index in own_indices],
+            [blocks.block_ids[index] for index in own_indices],
         )
 
     def select_scheduled(self, scheduled: ScheduledRows) -> ScheduledRows:

@@ -85,10 +85,10 @@ class StepInputs:
     @property
     def logprob_indices(self) -> NDArray[np.int64]:
         """Indices of the samples of requests that ask for log-probabilities, int64 [n]."""
-        is_asked = self.num_logprobs >= 0
+        has_logprobs = self.num_logprobs >= 0
         if not self.has_drafts:
-            return self.sampling_indices[is_asked]
-        return np.flatnonzero(np.repeat(is_asked, self.query_lens))
+            return self.sampling_indices[has_logprobs]
+        return np.flatnonzero(np.repeat(has_logprobs, self.query_lens))
 
 
 class RequestTable:
@@ -208,7 +208,7 @@ class RequestTable:
         return inputs
 
     def _write_states(self, new_rows: Sequence[NewRow]) -> tuple[Tensor, Tensor] | None:
-        states = [new.state for new in new_rows]
+        states = [new_row.state for new_row in new_rows]
         checkpoints = np.zeros((len(states), MAX_CHECKPOINTS, 2), np.int32)
         for index, state in enumerate(states):
             if state.checkpoints:
@@ -219,7 +219,7 @@ class RequestTable:
         copies = np.array(pairs, np.int64).reshape(-1, 2)
         rows, slots, flat_checkpoints, sources, targets = upload(
             [
-                np.array([new.row for new in new_rows], np.int32),
+                np.array([new_row.row for new_row in new_rows], np.int32),
                 np.array([state.slot for state in states], np.int32),
                 checkpoints.reshape(-1),
                 copies[:, 0].copy().view(np.int32),
@@ -248,18 +248,18 @@ class RequestTable:
             self._write_optional_tables(new_rows)
 
     def _record_num_logprobs(self, new_rows: Sequence[NewRow]) -> None:
-        for new in new_rows:
-            logprobs = new.sampling.logprobs
-            self._num_logprobs[new.row] = -1 if logprobs is None else logprobs
+        for new_row in new_rows:
+            logprobs = new_row.sampling.logprobs
+            self._num_logprobs[new_row.row] = -1 if logprobs is None else logprobs
 
     def _record_ops(self, new_rows: Sequence[NewRow]) -> None:
-        for new in new_rows:
-            self._ops[new.row] = _find_ops(new.sampling)
+        for new_row in new_rows:
+            self._ops[new_row.row] = _find_ops(new_row.sampling)
 
     def _make_row_arrays(self, new_rows: Sequence[NewRow]) -> list[Int32Array]:
         """Flat arrays with the values of new rows, in the order of `_write_rows`."""
         row_stride, first_column = self.search_tokens.shape[1], self.max_prediction_tokens
-        samplings = [new.sampling for new in new_rows]
+        samplings = [new_row.sampling for new_row in new_rows]
         floats = np.array(
             [
                 [s.temperature if s.temperature >= _MIN_RANDOM_TEMPERATURE else 0.0 for s in samplings],
@@ -272,18 +272,18 @@ class RequestTable:
             np.float32,
         )
         return [
-            np.array([new.row for new in new_rows], np.int32),
-            np.array([new.num_computed_tokens for new in new_rows], np.int32),
+            np.array([new_row.row for new_row in new_rows], np.int32),
+            np.array([new_row.num_computed_tokens for new_row in new_rows], np.int32),
             np.array([min(s.top_k, self.vocab_size) for s in samplings], np.int32),
-            np.array([new.seed for new in new_rows], np.int64).view(np.int32),
+            np.array([new_row.seed for new_row in new_rows], np.int64).view(np.int32),
             floats.reshape(-1).view(np.int32),
             np.concatenate(
                 [
-                    np.arange(len(new.token_ids), dtype=np.int32) + (new.row * row_stride + first_column)
-                    for new in new_rows
+                    np.arange(len(new_row.token_ids), dtype=np.int32) + (new_row.row * row_stride + first_column)
+                    for new_row in new_rows
                 ]
             ),
-            np.concatenate([new.token_ids for new in new_rows]),
+            np.concatenate([new_row.token_ids for new_row in new_rows]),
         ]
 
     def _write_rows(self, row_tensors: Sequence[Tensor]) -> None:
@@ -305,55 +305,55 @@ class RequestTable:
 
         Few requests need these tables, so each request has its own upload.
         """
-        for new in new_rows:
-            ops, stale_ops = self._ops[new.row], self._written_ops[new.row]
-            self._written_ops[new.row] = ops
+        for new_row in new_rows:
+            ops, stale_ops = self._ops[new_row.row], self._written_ops[new_row.row]
+            self._written_ops[new_row.row] = ops
             if ops & SamplingOps.PENALTY:
-                self._write_counts(new)
+                self._write_counts(new_row)
             if ops & SamplingOps.BIAS:
-                self._write_bias(new)
+                self._write_bias(new_row)
             elif stale_ops & SamplingOps.BIAS:
-                self.bias_until[new.row].zero_()
+                self.bias_until[new_row.row].zero_()
             if ops & SamplingOps.FORBID:
-                self._write_forbidden(new)
+                self._write_forbidden(new_row)
             elif stale_ops & SamplingOps.FORBID:
-                self.forbidden[new.row].fill_(-1)
+                self.forbidden[new_row.row].fill_(-1)
             if self.max_prediction_tokens:
-                self._write_prediction(new)
+                self._write_prediction(new_row)
 
-    def _write_prediction(self, new: NewRow) -> None:
-        columns = self.search_tokens[new.row, : self.max_prediction_tokens].fill_(_NO_TOKEN)
-        if len(new.prediction_ids):
-            (prediction,) = upload([new.prediction_ids[: self.max_prediction_tokens]], self.device)
+    def _write_prediction(self, new_row: NewRow) -> None:
+        columns = self.search_tokens[new_row.row, : self.max_prediction_tokens].fill_(_NO_TOKEN)
+        if len(new_row.prediction_ids):
+            (prediction,) = upload([new_row.prediction_ids[: self.max_prediction_tokens]], self.device)
             columns[len(columns) - len(prediction) :] = prediction
 
-    def _write_forbidden(self, new: NewRow) -> None:
+    def _write_forbidden(self, new_row: NewRow) -> None:
         sequences = np.full((MAX_FORBIDDEN_SEQUENCES, MAX_FORBIDDEN_SEQUENCE_TOKENS), -1, np.int32)
-        for index, tokens in enumerate(new.sampling.forbidden_sequences):
+        for index, tokens in enumerate(new_row.sampling.forbidden_sequences):
             sequences[index, -len(tokens) :] = tokens
         (uploaded,) = upload([sequences.reshape(-1)], self.device)
-        self.forbidden[new.row] = uploaded.view(MAX_FORBIDDEN_SEQUENCES, MAX_FORBIDDEN_SEQUENCE_TOKENS)
-        self.num_prompt_tokens[new.row].fill_(new.num_prompt_tokens)
+        self.forbidden[new_row.row] = uploaded.view(MAX_FORBIDDEN_SEQUENCES, MAX_FORBIDDEN_SEQUENCE_TOKENS)
+        self.num_prompt_tokens[new_row.row].fill_(new_row.num_prompt_tokens)
 
-    def _write_counts(self, new: NewRow) -> None:
-        tokens = new.token_ids
-        prompt, output = upload([tokens[: new.num_prompt_tokens], tokens[new.num_prompt_tokens :]], self.device)
-        counts = self.token_counts[new.row]
+    def _write_counts(self, new_row: NewRow) -> None:
+        tokens = new_row.token_ids
+        prompt, output = upload([tokens[: new_row.num_prompt_tokens], tokens[new_row.num_prompt_tokens :]], self.device)
+        counts = self.token_counts[new_row.row]
         counts.zero_()
         counts.index_add_(0, output, torch.ones_like(output))
         counts[prompt.long()] |= IN_PROMPT_BIT
 
-    def _write_bias(self, new: NewRow) -> None:
-        bias, stop = new.sampling.logit_bias, new.stop_ids if new.sampling.min_tokens else ()
+    def _write_bias(self, new_row: NewRow) -> None:
+        bias, stop = new_row.sampling.logit_bias, new_row.stop_ids if new_row.sampling.min_tokens else ()
         ids = np.array([*bias, *stop], np.int32)
         values = np.array([*bias.values(), *(-np.inf for _ in stop)], np.float32)
         until = np.full(len(ids), _MAX_POSITION, np.int32)
-        until[len(bias) :] = new.num_prompt_tokens + new.sampling.min_tokens
+        until[len(bias) :] = new_row.num_prompt_tokens + new_row.sampling.min_tokens
         uploaded = upload([ids, values.view(np.int32), until], self.device)
-        self.bias_until[new.row].zero_()
-        self.bias_ids[new.row, : len(ids)] = uploaded[0]
-        self.bias_values[new.row, : len(ids)] = uploaded[1].view(torch.float32)
-        self.bias_until[new.row, : len(ids)] = uploaded[2]
+        self.bias_until[new_row.row].zero_()
+        self.bias_ids[new_row.row, : len(ids)] = uploaded[0]
+        self.bias_values[new_row.row, : len(ids)] = uploaded[1].view(torch.float32)
+        self.bias_until[new_row.row, : len(ids)] = uploaded[2]
 
 
 def _find_ops(sampling: SamplingParams) -> SamplingOps:

@@ -57,19 +57,19 @@ class Constraint:
     failure: str | None = None
 
     @classmethod
-    def from_row(cls, new: NewRow, num_mask_words: int) -> "Constraint | None":
+    def from_row(cls, new_row: NewRow, num_mask_words: int) -> "Constraint | None":
         """The constraint of a new row after its existing output tokens; None for an unconstrained row."""
-        grammar, budget = new.compiled_grammar, new.sampling.reasoning_budget
-        allowed_ids = new.sampling.allowed_token_ids
+        grammar, budget = new_row.compiled_grammar, new_row.sampling.reasoning_budget
+        allowed_ids = new_row.sampling.allowed_token_ids
         if grammar is None and budget is None and not allowed_ids:
             return None
         matcher = None if grammar is None else grammar.start()
-        constraint = cls(new.row, grammar, matcher, budget)
+        constraint = cls(new_row.row, grammar, matcher, budget)
         if allowed_ids:
             # Allow end tokens too: otherwise an output that completes its grammar could not end.
             end_ids = () if matcher is None else matcher.end_ids
             constraint.allowed_mask = make_mask((*allowed_ids, *end_ids), num_mask_words)
-        for token in new.token_ids[new.num_prompt_tokens :].tolist():
+        for token in new_row.token_ids[new_row.num_prompt_tokens :].tolist():
             constraint.num_launched_outputs += 1
             if constraint.append_token(token):
                 constraint.advance_matcher(token)
@@ -81,8 +81,8 @@ class Constraint:
         The answer does not depend on tokens of steps in flight.
         """
         max_outputs = self.num_launched_outputs + num_drafts
-        is_exhausted = self.budget is not None and max_outputs >= self.budget.num_tokens
-        return self.matcher is not None or self.allowed_mask is not None or is_exhausted
+        may_exhaust_budget = self.budget is not None and max_outputs >= self.budget.num_tokens
+        return self.matcher is not None or self.allowed_mask is not None or may_exhaust_budget
 
     @property
     def depends_on_output(self) -> bool:

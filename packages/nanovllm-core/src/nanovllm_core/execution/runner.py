@@ -99,8 +99,8 @@ class Runner:
         )
         self.proposer = make_proposer(model, draft_model, self.cache, self._table, config, parallel)
         self._token_chooser = TokenChooser(self._table, parallel, config, self.proposer)
-        choices = self._token_chooser.choose_padded, self._token_chooser.propose_padded
-        self._captured_functions = CapturedFunctions(self._run_padded_forward, *choices, self.proposer)
+        choice_functions = self._token_chooser.choose_padded, self._token_chooser.propose_padded
+        self._captured_functions = CapturedFunctions(self._run_padded_forward, *choice_functions, self.proposer)
         self._forward = ForwardPass(model, self._table, self.cache, config, parallel)
         # Sends plans to the other ranks. None if there is one rank. Also None at start-up, because all ranks then run
         # the same steps.
@@ -297,8 +297,8 @@ class Runner:
         self, shape: GraphShape, launch_attention: LaunchAttention | None = None, *, num_decodes: int | None = None
     ) -> ForwardOutput:
         """Run the forward pass of the rows in the step buffer, padded to `shape`. Graphs capture this method."""
-        lengths = (num_decodes, shape.max_query_len, self._config.max_model_len)
-        bounds = BatchBounds(shape.num_tokens, *lengths, shape.has_only_whole_prompts, shape.has_drafts)
+        other_bounds = (num_decodes, shape.max_query_len, self._config.max_model_len)
+        bounds = BatchBounds(shape.num_tokens, *other_bounds, shape.has_only_whole_prompts, shape.has_drafts)
         rows = self._table.step_buffer.first_rows(shape.num_reqs)
         hidden, batch = self._forward.run(rows, bounds, launch_attention)
         return self._forward.make_output(hidden, rows, batch, bounds)

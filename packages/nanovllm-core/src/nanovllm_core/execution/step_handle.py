@@ -110,8 +110,8 @@ class StepHandle:
         if self._proposals is None:
             return None
         # In a step with drafts all requests sample.
-        requests = self._sampling_indices if self._num_new is None else np.arange(len(self._sampling_indices))
-        proposals = self._proposals[requests]
+        request_indices = self._sampling_indices if self._num_new is None else np.arange(len(self._sampling_indices))
+        proposals = self._proposals[request_indices]
         return DraftResults(self.num_tokens, proposals[:, 0].astype(np.int64), proposals[:, 1:])
 
     def read_results(self) -> StepResults:
@@ -143,8 +143,8 @@ class StepHandle:
         if self._num_new is not None:
             num_top = np.repeat(num_top, self._query_lens)
             output_indices = np.where(self._is_new, self._is_new.cumsum() - 1, -1)
-        is_asked = num_top >= 0
-        columns = [x.tolist() for x in (output_indices[is_asked], num_top[is_asked], *self._logprobs)]
+        has_logprobs = num_top >= 0
+        columns = [x.tolist() for x in (output_indices[has_logprobs], num_top[has_logprobs], *self._logprobs)]
         return [
             (index, TokenLogprobs(logprob, tuple(zip(top_ids, top_logprobs, strict=True))[:num_top]))
             for index, num_top, logprob, top_ids, top_logprobs in zip(*columns, strict=True)

@@ -89,23 +89,23 @@ class BoundedStrings:
         """Copy `schema`, and replace patterns that only bound a string's length and characters by marks."""
         if not isinstance(schema, dict):
             return schema
-        marked = dict(cast("dict[str, Any]", schema))
-        pattern = marked.get("pattern")
+        marked_schema = dict(cast("dict[str, Any]", schema))
+        pattern = marked_schema.get("pattern")
         if isinstance(pattern, str) and (bounded := parse_bounded_pattern(pattern)) is not None:
             index = self._index_by_string.setdefault(bounded, len(self._index_by_string))
-            marked["pattern"] = f"^{self._mark}{index}[ab]$"
+            marked_schema["pattern"] = f"^{self._mark}{index}[ab]$"
         for keyword in _SCHEMA_KEYWORDS:
-            if keyword in marked:
-                marked[keyword] = self.mark_patterns(marked[keyword])
+            if keyword in marked_schema:
+                marked_schema[keyword] = self.mark_patterns(marked_schema[keyword])
         for keyword in _LIST_KEYWORDS:
-            if isinstance(schemas := marked.get(keyword), list):
-                marked[keyword] = [self.mark_patterns(item) for item in cast("list[Any]", schemas)]
+            if isinstance(schemas := marked_schema.get(keyword), list):
+                marked_schema[keyword] = [self.mark_patterns(item) for item in cast("list[Any]", schemas)]
         for keyword in _OBJECT_KEYWORDS:
-            if isinstance(schemas := marked.get(keyword), dict):
-                marked[keyword] = {
+            if isinstance(schemas := marked_schema.get(keyword), dict):
+                marked_schema[keyword] = {
                     name: self.mark_patterns(item) for name, item in cast("dict[str, Any]", schemas).items()
                 }
-        return marked
+        return marked_schema
 
     def insert_rules(self, grammar: str) -> str:
         """Replace the marks in `grammar` by rules. Raises ValueError if a mark remains.
@@ -122,11 +122,13 @@ class BoundedStrings:
         }
         bodies = [rules_by_class[bounded.characters].write_rule_body(bounded) for bounded in self._index_by_string]
         marked_rule = re.compile(rf'^(\S+ ::=) Regex\("\^{self._mark}(\d+)\[ab\]\$", json_string=true\)$', re.MULTILINE)
-        replaced = marked_rule.sub(lambda match: f"{match[1]} {bodies[int(match[2])]}", grammar)
+        unmarked_grammar = marked_rule.sub(lambda match: f"{match[1]} {bodies[int(match[2])]}", grammar)
         spelled_mark = " ".join(f'"{letter}"' for letter in self._mark)
-        if self._mark in replaced or spelled_mark in replaced:
+        if self._mark in unmarked_grammar or spelled_mark in unmarked_grammar:
             raise ValueError("the pattern of a bounded string was not found in xgrammar's rules")
-        return "\n".join([replaced, *(rule for shared in rules_by_class.values() for rule in shared.write_rules())])
+        return "\n".join(
+            [unmarked_grammar, *(rule for shared in rules_by_class.values() for rule in shared.write_rules())]
+        )
 
 
 def write_common_string_rules() -> str:
@@ -162,14 +164,14 @@ class _SharedRules:
         chain_length = min(bounded.low, BLOCK_LENGTH)
         self._chain_lengths[end] = max(self._chain_lengths.get(end, 0), chain_length)
         # The chain allows tokens that cross from the required to the optional characters.
-        last = [*self._write_exactly(bounded.low - chain_length), f"{self._prefix}chain{chain_length}_{end}"]
-        options = [last]
+        chain = [*self._write_exactly(bounded.low - chain_length), f"{self._prefix}chain{chain_length}_{end}"]
+        alternatives = [chain]
         if bounded.low > BLOCK_LENGTH or len(optional) > 1:
-            options.append([*self._write_exactly(bounded.low), *optional])
+            alternatives.append([*self._write_exactly(bounded.low), *optional])
         if bounded.low > BLOCK_LENGTH:
             half = self._write_exactly(HALF_BLOCK_LENGTH)
-            options.append([*half, *self._write_exactly(bounded.low - HALF_BLOCK_LENGTH), *optional])
-        return " | ".join(f"({' '.join(option)})" for option in options)
+            alternatives.append([*half, *self._write_exactly(bounded.low - HALF_BLOCK_LENGTH), *optional])
+        return " | ".join(f"({' '.join(alternative)})" for alternative in alternatives)
 
     def _write_optional(self, length: int | None) -> tuple[list[str], str]:
         """Returns (elements for up to `length` characters, name of the end of a chain). length: None for no limit."""

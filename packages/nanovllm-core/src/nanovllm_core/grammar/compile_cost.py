@@ -68,7 +68,7 @@ def check_compile_cost(grammar: str) -> None:
     cost = estimate_compile_cost(grammar)
     if cost.total <= MAX_COMPILE_STEPS:
         return
-    advice_by_cause = {
+    advice_by_steps = {
         cost.literal_steps: f"its property names, enum and const values have {cost.num_literal_characters} characters "
         "when written out: use fewer or shorter ones",
         cost.string_steps: "most steps are for strings: set additionalProperties to false, or use fewer different "
@@ -77,7 +77,7 @@ def check_compile_cost(grammar: str) -> None:
     }
     raise ValueError(
         f"it takes about {cost.total} steps, but may take at most {MAX_COMPILE_STEPS}; "
-        f"{advice_by_cause[max(advice_by_cause)]}"
+        f"{advice_by_steps[max(advice_by_steps)]}"
     )
 
 
@@ -140,7 +140,8 @@ def _make_key_finder(bodies: dict[str, str]) -> Callable[[str], int | str]:
 
     def find_key(name: str) -> int | str:
         if name not in keys:
-            keys[name] = name  # For recursive references. Stays if the name has no rule or is nested too deep.
+            # Recursive references get this key. The key stays if the name has no rule or is nested too deep.
+            keys[name] = name
             if name in bodies and len(in_progress) < MAX_REFERENCE_DEPTH:
                 in_progress.append(name)
                 parts = _LITERAL.sub("", _CLASS.sub("", bodies[name]))
@@ -160,10 +161,10 @@ def _find_literals_and_classes(body: str) -> list[str]:
 
 def _count_class_steps(body: str) -> int:
     is_automaton = body.startswith("Regex(")
-    times = max((int(count) for bounds in _COUNT.findall(body) for count in bounds if count.isdecimal()), default=1)
+    max_count = max((int(count) for bounds in _COUNT.findall(body) for count in bounds if count.isdecimal()), default=1)
     steps = 0
     for characters, loop in _CLASS.findall(body):
         is_wide = _WIDE_CLASS.search(characters) is not None
         steps_per_state = STEPS_PER_WIDE_LOOP if loop else STEPS_PER_WIDE_STATE
         steps += steps_per_state if is_wide else STEPS_PER_NARROW_STATE
-    return steps * (min(max(times, 1), 128) if is_automaton else 1)
+    return steps * (min(max(max_count, 1), 128) if is_automaton else 1)

@@ -31,7 +31,7 @@ MAX_WHITESPACE = 1
 # Size of xgrammar's cache of compiled rules, which grammars share. A rule of a bounded string or of undeclared
 # properties takes 7 ms to compile.
 RULE_CACHE_BYTES = 48 << 20
-# Maximum number of characters of a rule in a grammar that uses this cache. Cache searches take longer for long rules.
+# A grammar uses this cache only if none of its rules has more characters. Cache searches take longer for long rules.
 MAX_CACHED_RULE_LENGTH = 20_000
 # Maximum number of characters of xgrammar's error messages. Longer messages are cut: they may quote the whole grammar.
 _MAX_REASON_LENGTH = 500
@@ -186,17 +186,17 @@ class Compiler:
     ) -> Grammar:
         """Compile a grammar whose JSON schemas were converted by `convert_grammar`. Raises GrammarError.
 
-        rules: the result of `write_rules` for this grammar; None: this method writes the rules.
+        rules: the result of `write_rules` for this grammar. If None, this method writes the rules.
         """
-        inner = self._xgrammar_compiler
+        compiler = self._xgrammar_compiler
         try:
             match spec.kind:
                 case "json_schema" | "structural_tag":
                     compiled = self._compile_json(spec, rules)
                 case "regex":
-                    compiled = inner.compile_regex(spec.source)
+                    compiled = compiler.compile_regex(spec.source)
                 case "ebnf":
-                    compiled = inner.compile_grammar(spec.source)
+                    compiled = compiler.compile_grammar(spec.source)
             token_classes = self._token_classes if spec.kind in ("json_schema", "structural_tag") else None
             grammar = Grammar(compiled, self._usable_token_mask, self._end_ids, token_classes, parameter_types or {})
             first_mask = np.zeros((1, len(self._usable_token_mask)), np.int32)
@@ -262,9 +262,9 @@ def write_json_rules(spec: GrammarSpec) -> str | None:
                 raise
             # A tag may name tokens by their text. Only the compiler has the vocabulary that resolves such names.
             return None
-    written = str(grammar)
+    grammar_text = str(grammar)
     rules = shorten_value_lookaheads(
-        merge_whitespace_rules(bounded_strings.insert_rules(written) if bounded_strings else written)
+        merge_whitespace_rules(bounded_strings.insert_rules(grammar_text) if bounded_strings else grammar_text)
     )
     check_compile_cost(rules)
     return rules

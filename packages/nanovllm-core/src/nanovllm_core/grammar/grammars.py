@@ -106,8 +106,8 @@ class Grammars:
         self._grammar_by_spec[spec] = grammar = task.result()
         self._cache_bytes += grammar.num_bytes + len(spec.source)
         while self._cache_bytes > MAX_CACHE_BYTES and len(self._grammar_by_spec) > 1:
-            evicted_spec, evicted = self._grammar_by_spec.popitem(last=False)
-            self._cache_bytes -= evicted.num_bytes + len(evicted_spec.source)
+            evicted_spec, evicted_grammar = self._grammar_by_spec.popitem(last=False)
+            self._cache_bytes -= evicted_grammar.num_bytes + len(evicted_spec.source)
 
 
 class _VettingCompiler:
@@ -125,8 +125,8 @@ class _VettingCompiler:
             # The first read of `_vetter` starts its process, which imports torch while the compiler warms up.
             vetter, compiler = self._vetter, self._compiler
             compiler.warm_up()
-        converted = vetter.vet(spec)
-        return compiler.compile(converted.spec, converted.parameter_types, converted.rules)
+        vetted_grammar = vetter.vet(spec)
+        return compiler.compile(vetted_grammar.spec, vetted_grammar.parameter_types, vetted_grammar.rules)
 
     def close(self) -> None:
         """End the vetter's process if one was started."""

@@ -49,13 +49,13 @@ def convert_grammar(spec: GrammarSpec) -> EnforceableGrammar:
         converted: JSON = convert_schema(source, spec.place)
     else:
         converted = _convert_tag(source, spec.place, types_by_place)
-    text = orjson.dumps(converted)
-    if len(text) > MAX_CONVERTED_BYTES:
+    encoded = orjson.dumps(converted)
+    if len(encoded) > MAX_CONVERTED_BYTES:
         raise GrammarError(
-            f"with its schemas written out, this grammar has {len(text)} bytes, but may have at most "
+            f"with its schemas written out, this grammar has {len(encoded)} bytes, but may have at most "
             f"{MAX_CONVERTED_BYTES}: make it shorter"
         )
-    return EnforceableGrammar(GrammarSpec(spec.kind, text.decode()), types_by_place)
+    return EnforceableGrammar(GrammarSpec(spec.kind, encoded.decode()), types_by_place)
 
 
 def _convert_tag(value: JSON, place: str, types_by_place: ParameterTypes) -> JSON:
@@ -101,11 +101,11 @@ def _convert_objects_only(schema: JSON, place: str) -> dict[str, JSON]:
     if converted.get("type") == "object":
         return converted
     branches = converted.get("anyOf")
-    objects = [
+    object_branches = [
         branch
         for branch in (branches if isinstance(branches, list) else [])
         if isinstance(branch, dict) and branch.get("type") == "object"
     ]
-    if not objects:
+    if not object_branches:
         raise GrammarError(f"{place} must be a schema that allows an object", place, "invalid_schema")
-    return {**converted, "anyOf": list[JSON](objects)}
+    return {**converted, "anyOf": list[JSON](object_branches)}

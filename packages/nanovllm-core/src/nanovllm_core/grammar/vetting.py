@@ -1,6 +1,7 @@
 """Vets each grammar in a child process, which converts and compiles the grammar within limits of time and memory.
 
-The engine receives the converted grammar and compiles it again: serialising a compiled grammar takes far longer.
+The engine receives the converted grammar and compiles this grammar again, because serialising a compiled grammar takes
+far longer than compiling.
 """
 
 import os

@@ -30,7 +30,7 @@ from nanovllm_core.grammar_types import GrammarSpec
 _NICE = 5
 # Maps exit codes of children to verdicts. Other exit codes mean DIED or OUT_OF_TIME.
 _VERDICTS = {0: PASSED, 1: REFUSED, 3: FAILED}
-_DEATH = 2  # exit code of a child whose memory or stack was too small
+_DIED_EXIT_CODE = 2  # exit code of a child whose memory or stack was too small
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,10 @@ class VettingChild:
 
 
 def main() -> None:
-    """Answer requests on the socket whose descriptor is the program's argument, until the engine closes its end."""
+    """Answer requests until the engine closes its end of the socket.
+
+    The program's argument is the descriptor of the socket.
+    """
     # Terminals and service managers send these signals to all processes. Ignore them: the engine ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -128,11 +131,12 @@ def _send_verdicts(children: dict[int, VettingChild]) -> None:
 
 def _compile_and_exit(compiler: Compiler, payload: bytes, setup: VettingSetup, reply_fd: int) -> None:
     """Convert and compile in the child process, write the result or the error to `reply_fd`, and exit."""
-    exit_code = _DEATH
+    exit_code = _DIED_EXIT_CODE
     try:
         os.nice(_NICE)
         seconds = math.ceil(setup.max_seconds)
-        # At the first limit, the child gets SIGXCPU, which tells the parent the cause. At the second, it gets SIGKILL.
+        # At the first limit, the child gets SIGXCPU, which tells the parent the cause. At the second limit, the child
+        # gets SIGKILL.
         resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         if (address_space := _address_space()) is not None:

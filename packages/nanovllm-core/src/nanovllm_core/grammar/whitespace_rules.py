@@ -14,12 +14,12 @@ _RULE = re.compile(r"^(\S+) ::= (.*)$", re.MULTILINE)
 # Group 1 is the name of a rule. Literals and character classes match as a whole, because they may contain names.
 _TOKEN = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|([A-Za-z_][\w.-]*)|[()]')
 # A name (group 1), and the element after it: the beginning of a literal (group 2) or a name (group 3).
-# Groups 2 and 3 do not match an element with a quantifier, because the element may be absent.
+# Groups 2 and 3 do not match an element with a quantifier, because such an element may match no text.
 _NAME_AND_NEXT = re.compile(
     r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|'
     r'([A-Za-z_][\w.-]*)(?: (?:(?="(\\?[ -~])(?:\\.|[^"\\])*"(?![{*+?]))|(?=([A-Za-z_][\w.-]*)(?![\w.{*+?(-]))))?'
 )
-# Escapes of two characters in a literal. Other escapes are longer.
+# The escapes in a literal that are one first character. Positions before other escapes are not merged.
 _SHORT_ESCAPES = frozenset(['\\"', "\\\\"])
 
 
@@ -52,8 +52,8 @@ def merge_whitespace_rules(grammar: str) -> str:
         lookahead = str(next_name) if character is None else f'"{character}"'
         return shared_names.setdefault(lookahead, f"{prefix}{len(shared_names)}") + match[0][len(name) :]
 
-    others = _RULE.sub(lambda match: "" if match[1] in whitespace_names else match[0], grammar)
-    merged = _NAME_AND_NEXT.sub(replace_name, others)
+    other_rules = _RULE.sub(lambda match: "" if match[1] in whitespace_names else match[0], grammar)
+    merged = _NAME_AND_NEXT.sub(replace_name, other_rules)
     remaining_names = {match[1] for match in _TOKEN.finditer(merged)} & whitespace_names
     rules = [f"{name} ::= {WHITESPACE_BODY}" for name in sorted(remaining_names)]
     rules += [f"{name} ::= {WHITESPACE_BODY} (=({lookahead}))" for lookahead, name in shared_names.items()]

@@ -123,9 +123,9 @@ class _ElementBuilder:
             types = declared_types(value, self._root)
             known = self._types_by_name.get(key, types)
             # If only some objects (branches of `anyOf`) allow a string, the output does not show whether the value is a
-            # string: the types stay unknown, as an empty set.
-            agrees = bool(known) and bool(types) and ("string" in known) == ("string" in types)
-            self._types_by_name[key] = known | types if agrees else set()
+            # string. The types then stay unknown, which an empty set expresses.
+            types_agree = bool(known) and bool(types) and ("string" in known) == ("string" in types)
+            self._types_by_name[key] = known | types if types_agree else set()
         return sequence(*elements)
 
     def _undeclared_elements(self, schema: dict[str, JSON]) -> TagFormat:
@@ -152,7 +152,7 @@ class _ElementBuilder:
         return json_value(value, self._parameters.tags)
 
     def _text_formats(self, schema: JSON, place: str) -> list[TagFormat]:
-        """Formats of the strings that `schema` allows. Omits other values: parsers would read them as strings."""
+        """Formats of the strings that `schema` allows. Omits other values, which parsers would read as strings."""
         tags = self._parameters.tags
         match follow_references(schema, self._root):
             case {"anyOf": list(branches)}:
@@ -186,10 +186,10 @@ class _ElementBuilder:
 
     def _exclude_from_pattern(self, pattern: str, place: str) -> Node:
         """Exclude the first characters of the tags from `pattern`, which `convert_schema` has written."""
-        first_characters = sorted({ord(tag[0]) for tag in self._parameters.tags})
+        first_code_points = sorted({ord(tag[0]) for tag in self._parameters.tags})
         tree = restrict_characters(
             parse(pattern.removeprefix("^").removesuffix("$")),
-            intersect_ranges(UNESCAPED_IN_JSON, invert_ranges(tuple((first, first) for first in first_characters))),
+            intersect_ranges(UNESCAPED_IN_JSON, invert_ranges(tuple((first, first) for first in first_code_points))),
         )
         if tree == NO_STRING:
             raise _unsupported_error(f"{place}/pattern")

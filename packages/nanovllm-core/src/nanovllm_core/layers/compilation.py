@@ -26,7 +26,7 @@ def compile_for_rows(
 
     All tensor arguments of one call must have the same number of rows. The number may change between calls.
     Other arguments may be objects that hold tensors, such as the weights of any layer. The function is
-    compiled once for all numbers of rows above 1, and if `min_rows` is 1, also once for one row.
+    compiled once for all numbers of rows above 1. If `min_rows` is 1, the function is also compiled once for one row.
     """
     set_cache_directories()
     # torch.compile caches by code object. A copy gives each model its own cache.

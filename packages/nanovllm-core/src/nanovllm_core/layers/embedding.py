@@ -30,8 +30,10 @@ class VocabEmbedding(WeightedModule):
         head_rows_per_rank = -(-vocab_size // build.parallel.size)
         self._rows_per_rank = head_rows_per_rank * build.parallel.num_request_groups
         self.weight = self.allocate(self._rows_per_rank, hidden_size).zero_()
-        is_whole = build.parallel.splits_requests
-        self.head_weight = self.weight[own_slice(build.parallel, head_rows_per_rank)] if is_whole else self.weight
+        has_whole_table = build.parallel.splits_requests
+        self.head_weight = (
+            self.weight[own_slice(build.parallel, head_rows_per_rank)] if has_whole_table else self.weight
+        )
         self._out_dtype = residual_dtype(build.dtype, build.device, hidden_size)
 
     def forward(self, input_ids: Tensor) -> Tensor:

@@ -137,8 +137,8 @@ class GatedDeltaNet(WeightedModule):
         key_channels = shape.num_k_heads * shape.k_dim
         qkv = weight.split((key_channels, key_channels, shape.num_v_heads * shape.v_dim))
         channels_by_head = torch.cat([part.reshape(shape.num_k_heads, -1, num_taps) for part in qkv], 1)
-        own_heads = channels_by_head[own_slice(self._parallel, self._num_k_heads)]
-        return self.weights.conv.copy_(own_heads.reshape(-1, num_taps).t())
+        own_channels = channels_by_head[own_slice(self._parallel, self._num_k_heads)]
+        return self.weights.conv.copy_(own_channels.reshape(-1, num_taps).t())
 
     def randomize(self, generator: torch.Generator) -> None:
         """Draw decay rates and convolution taps."""

@@ -52,7 +52,7 @@ class _Linear(WeightedModule):
     weight: PackedWeight | BlockFP8Weight
 
     def randomize(self, generator: torch.Generator) -> None:
-        """Draw a normal weight. The bias stays 0."""
+        """Draw the weight from a normal distribution. The bias stays 0."""
         if isinstance(self.weight, BlockFP8Weight):
             randomize_block_fp8(self.weight, generator)
         else:

@@ -61,19 +61,19 @@ class LatentExpansion(WeightedModule):
     weight is dequantised after loading for the same reason.
     """
 
-    def __init__(self, shape: LatentAttentionConfig, build: BuildContext, quantization: BlockFP8 | None):
+    def __init__(self, config: LatentAttentionConfig, build: BuildContext, quantization: BlockFP8 | None):
         super().__init__(build)
-        self._num_heads = build.parallel.split_evenly(shape.num_heads, "num_attention_heads")
-        self._rows_per_head = shape.key_dim + shape.value_dim
-        self._shape = (shape.num_heads * self._rows_per_head, shape.latent_dim)
+        self._num_heads = build.parallel.split_evenly(config.num_heads, "num_attention_heads")
+        self._rows_per_head = config.key_dim + config.value_dim
+        self._shape = (config.num_heads * self._rows_per_head, config.latent_dim)
         num_own_rows = self._num_heads * self._rows_per_head
         self._own_rows = own_slice(build.parallel, num_own_rows)
         self._fp8_weight = None
         if quantization is not None:
             start = self._own_rows.start
-            self._fp8_weight = allocate_fused_weight([start], [num_own_rows], shape.latent_dim, build.device)
+            self._fp8_weight = allocate_fused_weight([start], [num_own_rows], config.latent_dim, build.device)
         self.weight = self.allocate(
-            self._num_heads if quantization is None else 0, self._rows_per_head, shape.latent_dim
+            self._num_heads if quantization is None else 0, self._rows_per_head, config.latent_dim
         )
 
     def weight_slots(self, layer_name: str) -> Iterator[tuple[str, WeightSlot]]:
@@ -112,7 +112,7 @@ class LatentAttention(WeightedModule):
     def __init__(
         self,
         hidden_size: int,
-        shape: LatentAttentionConfig,
+        config: LatentAttentionConfig,
         cache_index: int,
         build: BuildContext,
         *,
@@ -121,17 +121,17 @@ class LatentAttention(WeightedModule):
     ):
         build = build.for_attention()
         super().__init__(build)
-        self._shape = shape
+        self._config = config
         self._cache_index = cache_index
-        self._num_heads = build.parallel.split_evenly(shape.num_heads, "num_attention_heads")
-        self._head_dim = shape.key_dim + shape.rope_dim
+        self._num_heads = build.parallel.split_evenly(config.num_heads, "num_attention_heads")
+        self._head_dim = config.key_dim + config.rope_dim
         unsplit_build = replace(build, parallel=ParallelContext())
-        latent_part = LinearPart("kv_a_proj_with_mqa", shape.latent_dim + shape.rope_dim, shape.bias)
-        query_features = shape.num_heads * self._head_dim
+        latent_part = LinearPart("kv_a_proj_with_mqa", config.latent_dim + config.rope_dim, config.bias)
+        query_features = config.num_heads * self._head_dim
         self.q_b_proj: ColumnParallelLinear | None = None
         self.q_a_layernorm: RMSNorm | None = None
         find_format = partial(find_quantization, quantization, name)
-        if shape.query_rank is None:
+        if config.query_rank is None:
             self.q_proj = ColumnParallelLinear(
                 hidden_size,
                 (LinearPart("q_proj", query_features),),
@@ -142,34 +142,34 @@ class LatentAttention(WeightedModule):
                 hidden_size, (latent_part,), unsplit_build, quantization=find_format(latent_part.name)
             )
         else:
-            parts = (LinearPart("q_a_proj", shape.query_rank, shape.bias), latent_part)
+            parts = (LinearPart("q_a_proj", config.query_rank, config.bias), latent_part)
             self.kv_a_proj = ColumnParallelLinear(
                 hidden_size, parts, unsplit_build, quantization=find_format("q_a_proj", latent_part.name)
             )
-            self.q_a_layernorm = RMSNorm(shape.query_rank, shape.eps, build)
+            self.q_a_layernorm = RMSNorm(config.query_rank, config.eps, build)
             self.q_b_proj = ColumnParallelLinear(
-                shape.query_rank,
+                config.query_rank,
                 (LinearPart("q_b_proj", query_features),),
                 build,
                 quantization=find_format("q_b_proj"),
             )
-        self.kv_a_layernorm = RMSNorm(shape.latent_dim, shape.eps, build)
-        self.kv_b_proj = LatentExpansion(shape, build, find_format("kv_b_proj"))
+        self.kv_a_layernorm = RMSNorm(config.latent_dim, config.eps, build)
+        self.kv_b_proj = LatentExpansion(config, build, find_format("kv_b_proj"))
         self.o_proj = RowParallelLinear(
-            shape.num_heads * shape.value_dim,
+            config.num_heads * config.value_dim,
             hidden_size,
             build,
             name="o_proj",
-            bias=shape.bias,
+            bias=config.bias,
             quantization=find_format("o_proj"),
         )
-        if quantization is not None and shape.interleaved:
-            _check_fp8_blocks(shape)
+        if quantization is not None and config.interleaved:
+            _check_fp8_blocks(config)
 
     @property
     def cache_spec(self) -> MLASpec:
         """The shape of this layer's cache."""
-        return MLASpec(self._shape.latent_dim, self._shape.rope_dim, self._num_heads)
+        return MLASpec(self._config.latent_dim, self._config.rope_dim, self._num_heads)
 
     def project(self, x: Tensor, norm: RMSNorm | None) -> tuple[Tensor, Tensor]:
         """Returns queries [T, heads * head_dim] and latents [T, latent_dim + rope_dim] of norm(x). x: [T, hidden].
@@ -179,7 +179,7 @@ class LatentAttention(WeightedModule):
         latents = self.kv_a_proj.forward(x, norm)
         if self.q_b_proj is None:
             return self.q_proj.forward(x, norm), latents
-        latents_width = self._shape.latent_dim + self._shape.rope_dim
+        latents_width = self._config.latent_dim + self._config.rope_dim
         compressed, latents = latents.split((latents.shape[1] - latents_width, latents_width), 1)
         return self.q_b_proj.forward(compressed, self.q_a_layernorm), latents
 
@@ -193,10 +193,10 @@ class LatentAttention(WeightedModule):
         q = q.view(-1, self._num_heads, self._head_dim)
         norm = self.kv_a_layernorm
         latent_rope_and_cache(q, latents, norm.packed_weight, norm.eps, rotation, ctx.slot_mapping, kv_cache, kv_scales)
-        attention = partial(_attend_latents, self.kv_b_proj.weight, kv_cache, kv_scales, self._shape.scale)
+        attention = partial(_attend_latents, self.kv_b_proj.weight, kv_cache, kv_scales, self._config.scale)
         if ctx.launch_attention is None:
             return attention(q, ctx.attention_batch).flatten(1)
-        return ctx.launch_attention(attention, q, self._shape.value_dim).flatten(1)
+        return ctx.launch_attention(attention, q, self._config.value_dim).flatten(1)
 
     def weight_slots(self, layer_name: str) -> Iterator[tuple[str, WeightSlot]]:
         """Yield no slots: submodules own all weights."""
@@ -212,16 +212,16 @@ class LatentAttention(WeightedModule):
 
         `load_weights` finishes a module before its submodules, so the projections are not packed yet.
         """
-        shape = self._shape
-        if not shape.interleaved:
+        config = self._config
+        if not config.interleaved:
             return
-        order = torch.arange(shape.rope_dim, device=self.device).view(-1, 2).t().flatten()
-        queries = self.q_b_proj or self.q_proj
-        rotated_rows = _view_bytes(queries.weight.data).view(self._num_heads, self._head_dim, -1)[:, shape.key_dim :]
+        order = torch.arange(config.rope_dim, device=self.device).view(-1, 2).t().flatten()
+        q_proj = self.q_b_proj or self.q_proj
+        rotated_rows = _view_bytes(q_proj.weight.data).view(self._num_heads, self._head_dim, -1)[:, config.key_dim :]
         rotated_rows.copy_(rotated_rows[:, order])
         for rows in (_view_bytes(self.kv_a_proj.weight.data), self.kv_a_proj.bias):
             if rows is not None:
-                rotated_rows = rows[-shape.rope_dim :]
+                rotated_rows = rows[-config.rope_dim :]
                 rotated_rows.copy_(rotated_rows[order])
 
 
@@ -230,12 +230,12 @@ def _view_bytes(weight: Tensor) -> Tensor:
     return weight.view(torch.uint8) if weight.dtype == DTYPE else weight
 
 
-def _check_fp8_blocks(shape: LatentAttentionConfig) -> None:
+def _check_fp8_blocks(config: LatentAttentionConfig) -> None:
     """Raise ValueError if the rotated rows of a head, or of the latents, span several FP8 blocks (of GROUP rows)."""
-    head_dim = shape.key_dim + shape.rope_dim
-    starts = [shape.latent_dim, *(head * head_dim + shape.key_dim for head in range(shape.num_heads))]
+    head_dim = config.key_dim + config.rope_dim
+    starts = [config.latent_dim, *(head * head_dim + config.key_dim for head in range(config.num_heads))]
     for start in starts:
-        last = start + shape.rope_dim - 1
+        last = start + config.rope_dim - 1
         if start // GROUP != last // GROUP:
             raise ValueError(f"rows {start} to {last} are rotated together, but lie in different FP8 blocks of {GROUP}")
 

@@ -78,8 +78,8 @@ def can_fuse_shared(width: int, shared_width: int, build: BuildContext, *, same_
     same_format: whether routed and shared experts have the same quantisation.
     """
     if build.parallel.has_whole_experts:
-        # A fused shared expert would be on one rank, which would compute it for all tokens. The ranks can split a
-        # separate shared expert.
+        # A fused shared expert would be on one rank, and this rank would compute the expert for all tokens. The ranks
+        # can split a separate shared expert.
         return False
     return same_format and shared_width == width and width // build.parallel.size <= MAX_FUSED_SHARED_WIDTH
 
@@ -190,17 +190,19 @@ class Experts(WeightedModule):
                 f"{GROUP}: set expert_parallel"
             )
         dtype = build.dtype if quantization is None else DTYPE
-        num_experts = len(self._own_ids)
+        num_own_experts = len(self._own_ids)
         # w13: gate and up weights of each expert. w2: down weights.
-        w13 = torch.empty((num_experts, 2 * width, hidden_size), dtype=dtype, device=build.device)
-        w2 = torch.empty((num_experts, hidden_size, width), dtype=dtype, device=build.device)
+        w13 = torch.empty((num_own_experts, 2 * width, hidden_size), dtype=dtype, device=build.device)
+        w2 = torch.empty((num_own_experts, hidden_size, width), dtype=dtype, device=build.device)
         scales13 = scales2 = None
         if quantization is not None:
             width_blocks, hidden_blocks = _num_fp8_blocks(width), _num_fp8_blocks(hidden_size)
             scales13 = torch.empty(
-                (num_experts, 2, width_blocks, hidden_blocks), dtype=torch.float32, device=build.device
+                (num_own_experts, 2, width_blocks, hidden_blocks), dtype=torch.float32, device=build.device
             )
-            scales2 = torch.empty((num_experts, hidden_blocks, width_blocks), dtype=torch.float32, device=build.device)
+            scales2 = torch.empty(
+                (num_own_experts, hidden_blocks, width_blocks), dtype=torch.float32, device=build.device
+            )
         self.weights = pack_experts(
             w13, w2, scales13, scales2, first_id=self._own_ids.start, num_all_experts=self._num_experts
         )

@@ -11,7 +11,8 @@ from nanovllm_core.parallel import ParallelContext
 class ResidualStream(NamedTuple):
     """A residual stream [T, hidden]: `residual` plus the sum of `partial` over all ranks.
 
-    The next norm adds the sum, because one kernel can add, normalise and exchange the ranks' parts (see `RMSNorm`).
+    The next norm adds the sum of `partial` to `residual`. One kernel can then exchange the ranks' parts, add them and
+    normalise (see `RMSNorm`).
 
     residual: equal on all ranks, unless the ranks have different requests.
     partial: this rank's part of the results since the last norm; None if there are no such results. A layer that

@@ -32,7 +32,8 @@ class YarnScaling:
     attention_factor: multiplies cosines and sines.
     mscale_all_dim: coefficient for `yarn_mscale`. MLA multiplies attention scores by the square of that function's
         result. 0 for no scaling.
-    truncate: whether the ramp's start is rounded down, and its end up, to whole indices of dimension pairs.
+    truncate: whether the ramp starts and ends at whole indices of dimension pairs. The start is then rounded down, and
+        the end is rounded up.
     """
 
     factor: float
@@ -106,12 +107,12 @@ def _apply_llama3_scaling(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor
 def _apply_yarn_scaling(frequencies: Tensor, scaling: YarnScaling, theta: float) -> Tensor:
     rotary_dim = 2 * frequencies.shape[0]
 
-    def dimension_of(turns: float) -> float:
+    def pair_index_of(turns: float) -> float:
         """The fractional index of the dimension pair that turns `turns` times within the original context."""
         inverse_frequency = scaling.original_max_position / (turns * 2 * math.pi)
         return rotary_dim * math.log(inverse_frequency) / (2 * math.log(theta))
 
-    start, end = dimension_of(scaling.beta_fast), dimension_of(scaling.beta_slow)
+    start, end = pair_index_of(scaling.beta_fast), pair_index_of(scaling.beta_slow)
     if scaling.truncate:
         start, end = math.floor(start), math.ceil(end)
     start, end = max(start, 0), min(end, rotary_dim - 1)

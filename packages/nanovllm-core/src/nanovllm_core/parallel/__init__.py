@@ -100,8 +100,8 @@ class ParallelContext:
         if self.size == 1:
             return x
         num_own_rows = -(-x.shape[0] // self.size)
-        own = x[self.rank * num_own_rows : (self.rank + 1) * num_own_rows]
-        return _pad_rows(own, num_own_rows)
+        own_rows = x[self.rank * num_own_rows : (self.rank + 1) * num_own_rows]
+        return _pad_rows(own_rows, num_own_rows)
 
     def own_requests(self, x: Tensor) -> Tensor:
         """The rows of `x` [n, ...] for which this rank chooses tokens. `x` has a row per request of this rank.
@@ -110,9 +110,9 @@ class ParallelContext:
         """
         return x if self.splits_requests else self.own_rows(x)
 
-    def gather_rows(self, own: Tensor, num_rows: int) -> Tensor:
+    def gather_rows(self, own_rows: Tensor, num_rows: int) -> Tensor:
         """The inverse of `own_rows`: [num_rows, ...] from the shares of all ranks."""
-        return own if self.communicator is None else self.communicator.all_gather(own)[:num_rows]
+        return own_rows if self.communicator is None else self.communicator.all_gather(own_rows)[:num_rows]
 
     def exchange_columns(self, x: Tensor) -> Tensor:
         """Turn a split by columns into a split by rows, in which each rank has all columns of its share of the rows.
@@ -132,8 +132,8 @@ class ParallelContext:
         """The minimum of `value` over all ranks. The host waits for the ranks. device: device of the rank."""
         if self.communicator is None:
             return value
-        own = torch.tensor([value], dtype=torch.int64, device=device)
-        return int(self.communicator.all_gather(own).min())
+        own_value = torch.tensor([value], dtype=torch.int64, device=device)
+        return int(self.communicator.all_gather(own_value).min())
 
 
 def own_slice(parallel: ParallelContext, share: int) -> slice:

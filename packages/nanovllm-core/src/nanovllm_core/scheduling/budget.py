@@ -13,9 +13,9 @@ MIN_MIXED_DECODE_STEPS = 4
 # _MAX_MARGIN and _MARGIN_PER_EXCESS times `StepTimeModel.mean_excess`.
 _MARGIN_PER_EXCESS = 6
 _MAX_MARGIN = 0.2
-# A GPU computes the attention of a chunk in rounds, each for the same number of queries. A chunk drops its last round
-# if more than _MAX_IDLE_SHARE of the capacity of its rounds would be idle, and attention takes at least
-# _MIN_ATTENTION_SHARE of the chunk's time.
+# A GPU computes the attention of a chunk in rounds, each for the same number of queries. Two conditions make a chunk
+# drop its last round: more than _MAX_IDLE_SHARE of the capacity of its rounds would be idle, and attention takes at
+# least _MIN_ATTENTION_SHARE of the chunk's time.
 _MIN_ATTENTION_SHARE = 0.4
 _MAX_IDLE_SHARE = 0.2
 
@@ -94,8 +94,8 @@ class StepBudget:
     def size_chunk(self, start: int, end: int) -> int:
         """The number of tokens of a prompt's next chunk. start: number of computed tokens. end: length of the prompt.
 
-        The first chunk of a step may have up to `chunk_unit` tokens even if the step then exceeds the time limit, so
-        that slow decodes can't starve prompts.
+        The first chunk of a step may have up to `chunk_unit` tokens even if the step then exceeds the time limit.
+        Otherwise slow decodes could starve prompts.
         """
         if self.is_full:
             return 0

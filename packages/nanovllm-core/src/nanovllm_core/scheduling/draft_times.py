@@ -23,7 +23,8 @@ _STEP_WEIGHT = 0.1
 _MIN_RATIO, _MAX_RATIO = 0.25, 4.0
 # A step corrects the times of drafts and proposals only if their predicted time is at least this share of `step_s`.
 _MIN_EXTRA_SHARE = 0.01
-# Each step without drafts and proposals reduces the distance of their times' correction factor from 1 by this share.
+# The times of drafts and proposals have a correction factor. Each step without drafts and proposals moves the factor
+# closer to 1: the distance from 1 shrinks by this share.
 _EXTRA_DECAY = 0.01
 
 

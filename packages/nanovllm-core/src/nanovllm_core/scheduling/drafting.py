@@ -82,7 +82,7 @@ class DraftPlanner:
     def _choose_proposals(
         self, rows: RowIndices, num_late: NDArray[np.int64], work: StepWork
     ) -> tuple[bool, NDArray[np.int64]]:
-        """Whether a step proposes drafts, and the number of late entries that it computes for each row, int64 [n].
+        """Whether a step proposes drafts, and the number of late entries that the step computes per row, int64 [n].
 
         num_late: int64 [n], number of late entries of each row. The row's drafts are usable only if the step
             computes all these entries.
@@ -94,13 +94,13 @@ class DraftPlanner:
             return False, num_computed_late
         acceptance = self._acceptance(rows)
         num_drafts = self._choose_profitable(may_draft * limits.max_drafts, acceptance, times)
-        num_wanted = num_late * (num_drafts > 0)
-        late_s = self._predict_late(int(num_wanted.sum()))
+        num_wanted_late = num_late * (num_drafts > 0)
+        late_s = self._predict_late(int(num_wanted_late.sum()))
         if self._pays(num_drafts, acceptance, times, times.proposal_s + late_s / _LATE_ENTRY_STEPS):
             # The rows with the fewest late entries come first.
-            order = np.argsort(num_wanted, kind="stable")
-            num_before = num_wanted[order].cumsum() - num_wanted[order]
-            num_computed_late[order] = np.clip(limits.max_step_tokens - num_before, 0, num_wanted[order])
+            order = np.argsort(num_wanted_late, kind="stable")
+            num_before = num_wanted_late[order].cumsum() - num_wanted_late[order]
+            num_computed_late[order] = np.clip(limits.max_step_tokens - num_before, 0, num_wanted_late[order])
             num_drafts *= num_computed_late == num_late
             return self._pays(num_drafts, acceptance, times, times.proposal_s), num_computed_late
         return self._choose_probe(may_draft, num_late, times)

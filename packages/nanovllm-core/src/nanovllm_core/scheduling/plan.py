@@ -69,7 +69,7 @@ class NewState(NamedTuple):
     """The recurrent state of a new row, and the checkpoints (copies of the state) to save.
 
     slot: slot that holds the state; 0 for a model without recurrent layers.
-    source_slot: slot of the checkpoint from which the row starts; 0 if its state starts from zeros.
+    source_slot: slot of the checkpoint from which the row starts; 0 if the row's state starts from zeros.
     """
 
     slot: int

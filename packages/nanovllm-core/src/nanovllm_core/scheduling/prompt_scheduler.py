@@ -21,8 +21,8 @@ RETRY_INTERVAL_SEARCHES = 16
 # On average the oldest prompt of the first service class (see `service_class`) gets at least this share of the
 # time for prompts.
 MIN_OLDEST_SHARE = 0.25
-# Once this many other requests have been admitted while a request waits for free blocks, only requests of earlier
-# service classes may overtake the waiting request.
+# Maximum number of other requests that are admitted while a request waits for free blocks. After that, only requests of
+# earlier service classes may overtake the waiting request.
 MAX_BYPASSES = 32
 # A group (see `Scheduler`) is overloaded if it has over MAX_GROUP_IMBALANCE more running requests than the emptiest
 # group. A request prefers groups that are not overloaded, because steps take as long as the largest group needs. Among

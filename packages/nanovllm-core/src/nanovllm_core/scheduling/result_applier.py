@@ -100,7 +100,7 @@ class ResultApplier:
         return totals
 
     def _register_full_blocks(self, step: ScheduledStep, results: StepResults) -> None:
-        """Register the blocks that a step filled. A finished request's blocks are registered when it is released."""
+        """Register the blocks that a step filled. `release_if_unused` registers the blocks of finished requests."""
         rows, block_size, scheduled = self._rows, self._block_size, step.plan.scheduled
         # A token that this step sampled has no cache entry yet. The next step computes the entry.
         num_computed_tokens = np.where(

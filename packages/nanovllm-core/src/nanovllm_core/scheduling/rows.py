@@ -25,12 +25,12 @@ class RowTable:
 
     The other columns are int64 [rows]. keys: request keys. num_prompt_tokens, max_total_tokens: see `RequestState`.
     num_host_tokens: tokens that have reached the host.
-    num_tokens: tokens on the host plus tokens that steps in flight sample, if these steps reject no draft.
+    num_tokens: tokens on the host plus tokens that steps in flight will sample, assuming that they reject no draft.
     num_computed_tokens: tokens that are computed once all steps in flight have finished, if these steps reject no
         draft; at most num_tokens.
     capacity: number of tokens for which the request's blocks have space.
     num_steps_in_flight: number of unfinished steps that compute the row.
-    draft_lag: maximum number of computed tokens that the proposer of drafts has not processed yet. -1 if the last
+    draft_lag: upper bound on the computed tokens that the proposer of drafts has not processed yet. -1 if the last
         scheduled step proposes drafts for the request: the proposer then has also processed the newly sampled token.
     num_proposed, first_draft_ids: number of drafts that the last finished step proposed, and the first of these drafts.
     draft_trials, draft_successes: float64 [rows], numbers of tested and of accepted drafts. Older drafts weigh less. A

@@ -99,7 +99,7 @@ class Scheduler:
         return self.tier is not None and self.tier.is_busy
 
     def complete_copies(self) -> Sequence[PrefixLoad]:
-        """Process copies that have ended. Returns the loads among them, whose requests can now be scheduled."""
+        """Process copies that have ended. Returns the ended loads. Requests of these loads can now be scheduled."""
         loads = () if self.tier is None else self.tier.collect_ended_loads()
         for load in loads:
             self._lifecycle.release_if_unused(load.request)
@@ -151,7 +151,8 @@ class Scheduler:
             StepWork(len(rows), int(self.rows.num_computed_tokens[rows].sum()) + len(rows))
             for rows in self.rows.split_by_group(decode_rows)
         ]
-        # Preempted requests get free blocks first, so admit no request while one of them waits for its row's release.
+        # Preempted requests get free blocks first. Therefore admit no request if this call has preempted a request, or
+        # while an earlier preempted request still holds its row.
         has_preempted = self.counters.num_preemptions > num_preemptions_before
         has_preempted |= self._lifecycle.num_preempted_unreleased > 0
         self._prompt_scheduler.schedule(decode_works, prompts, may_admit=not has_preempted)
@@ -215,8 +216,8 @@ class Scheduler:
         num_needed = rows.num_tokens[decode_rows] + num_drafts
         if limits.uses_cache:
             # The last output token is not computed, so it needs no place in a block.
-            num_wanted = np.minimum(num_needed + limits.max_drafts, rows.max_total_tokens[decode_rows] - 1)
-            num_needed = np.maximum(num_needed, num_wanted)
+            num_with_proposals = np.minimum(num_needed + limits.max_drafts, rows.max_total_tokens[decode_rows] - 1)
+            num_needed = np.maximum(num_needed, num_with_proposals)
         return num_needed > rows.capacity[decode_rows]
 
     def _rows_near_capacity(self, decode_rows: RowIndices) -> RowIndices:

@@ -141,7 +141,7 @@ class NixlCarrier(Carrier):
 def make_carrier(
     setting: TransferCarrier, memory: HostMemory, remote: RemoteMemory, agent: NixlAgent | None
 ) -> Carrier | str:
-    """The carrier that `setting` names, or the first that works for "auto". Returns an error message if none works."""
+    """The carrier that `setting` names; "auto": the first that works. Returns an error message if no carrier works."""
     reasons: list[str] = []
     if setting in ("auto", "shm"):
         try:

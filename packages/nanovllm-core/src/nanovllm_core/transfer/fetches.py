@@ -127,13 +127,13 @@ class FetchPlanner:
         peer = request.client_request.prefix_peer or self._prefill_peer
         if peer is None:
             return None
-        plan = self._plan(request, peer, is_peer_ready)
-        if isinstance(plan, FetchOutcome):
-            self.counters.outcomes[plan] += 1
+        fetch_or_outcome = self._plan(request, peer, is_peer_ready)
+        if isinstance(fetch_or_outcome, FetchOutcome):
+            self.counters.outcomes[fetch_or_outcome] += 1
             return None
         request.status = RequestStatus.WAITING_KV
-        self._fetches[request.key] = plan
-        return plan
+        self._fetches[request.key] = fetch_or_outcome
+        return fetch_or_outcome
 
     def _plan(
         self, request: RequestState, peer: str, is_peer_ready: Callable[[str], bool]

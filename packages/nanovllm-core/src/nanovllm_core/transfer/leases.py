@@ -43,7 +43,7 @@ class LeaseUpdate(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Lease:
-    """A fetch of a client. unsent_positions: positions of entries not yet announced, in order.
+    """A fetch of a client. unannounced_positions: positions of entries not yet announced, in order.
 
     request: computes the prompt; None if nothing is computed.
     num_missing: number of entries that the client does not get.
@@ -52,7 +52,7 @@ class _Lease:
     """
 
     fetch: Fetch
-    unsent_positions: list[int]
+    unannounced_positions: list[int]
     begin_s: float
     request: RequestState | None = None
     num_missing: int = 0
@@ -89,8 +89,8 @@ class LeaseTable:
         lease = _Lease(fetch, list(range(len(fetch.entries))), time.perf_counter())
         self._leases[number] = lease
         if len(self._leases) > MAX_LEASES or not self._tier.is_ready:
-            lease.num_missing = len(lease.unsent_positions)
-            lease.unsent_positions.clear()
+            lease.num_missing = len(lease.unannounced_positions)
+            lease.unannounced_positions.clear()
             return
         is_known = [self._queue_for_host_memory(EntryKind(kind), block_hash) for kind, block_hash in fetch.entries]
         prompt_ids = np.frombuffer(fetch.prompt_ids, np.int32)
@@ -146,7 +146,7 @@ class LeaseTable:
         for number, lease in list(self._leases.items()):
             while not lease.has_announced_end:
                 entries, kinds = self._take_ready(lease)
-                lease.has_announced_end = not lease.unsent_positions
+                lease.has_announced_end = not lease.unannounced_positions
                 if not entries and not lease.has_announced_end:
                     break
                 num_missing = lease.num_missing if lease.has_announced_end else None
@@ -157,12 +157,12 @@ class LeaseTable:
         return updates
 
     def _take_ready(self, lease: _Lease) -> tuple[list[ReadyEntry], list[EntryKind]]:
-        """Hold entries from the start of `unsent_positions`, until an entry is not ready or a limit is reached."""
+        """Hold entries from the start of `unannounced_positions`, until an entry is not ready or a limit is reached."""
         entries: list[ReadyEntry] = []
         kinds: list[EntryKind] = []
         num_held_bytes = sum(self._slot_bytes[lease.fetch.entries[position][0]] for position in lease.slot_by_position)
         num_taken, num_update_bytes = 0, 0
-        for position in lease.unsent_positions:
+        for position in lease.unannounced_positions:
             kind, block_hash = EntryKind(lease.fetch.entries[position][0]), lease.fetch.entries[position][1]
             num_held_bytes += self._slot_bytes[kind]
             num_update_bytes += self._slot_bytes[kind]
@@ -182,7 +182,7 @@ class LeaseTable:
                 entries.append(ReadyEntry(position, slot, slot in pool.blocks_with_draft_entries))
                 kinds.append(kind)
             num_taken += 1
-        del lease.unsent_positions[:num_taken]
+        del lease.unannounced_positions[:num_taken]
         return entries, kinds
 
     def _may_come(self, lease: _Lease, kind: EntryKind, block_hash: bytes) -> bool:

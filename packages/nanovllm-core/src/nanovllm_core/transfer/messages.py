@@ -87,7 +87,7 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """Tells the client that the server can't serve it. reason: text for users."""
+    """Tells the client that the server can't serve this client. reason: text for users."""
 
     reason: str
 

@@ -39,7 +39,7 @@ class NixlAgent:
         return name.decode() if isinstance(name, bytes) else name
 
     def serve_reads(self) -> None:
-        """Let peers read the memory. Call repeatedly while they may read, because some networks need this."""
+        """Let peers read the memory. Call repeatedly while peers may read, because some networks need these calls."""
         self._agent.get_new_notifs()
 
     def read(self, peer: str, sources: list[tuple[int, int, int]], targets: list[tuple[int, int, int]]) -> bool:

@@ -70,7 +70,7 @@ class PeerConnection:
     def __init__(
         self,
         address: str,
-        secret: TransferKeys,
+        keys: TransferKeys,
         identity: dict[str, str],
         memory: HostMemory,
         agent: NixlAgent | None,
@@ -97,8 +97,8 @@ class PeerConnection:
         self._must_reset = False  # whether the next Welcome must be answered with a reset
         self._fetches: dict[int, _OpenFetch] = {}
         self._context = zmq.asyncio.Context()
-        self._socket = make_socket(self._context, zmq.DEALER, secret.client_keys)
-        self._socket.curve_serverkey = secret.server_keys.public
+        self._socket = make_socket(self._context, zmq.DEALER, keys.client_keys)
+        self._socket.curve_serverkey = keys.server_keys.public
         for option, value in (
             # Drop messages instead of queueing them for a peer that is not connected.
             (zmq.IMMEDIATE, 1),
@@ -137,7 +137,7 @@ class PeerConnection:
             self._end(fetch, outcome)
 
     def reset_prefix_cache(self) -> None:
-        """Make the peer forget all entries, before it serves fetches that start later."""
+        """Make the peer forget all entries, before the peer serves fetches that start later."""
         self._must_reset = not (self._engine_id and self._send(ResetPrefixCache()))
 
     def close(self) -> None:
@@ -162,8 +162,8 @@ class PeerConnection:
     def _send(self, message: ToServer) -> bool:
         """Send a message. Returns False if the peer is not connected."""
         # Without a high-water mark, the message is queued at once.
-        sent = asyncio.ensure_future(self._socket.send(encode(message), zmq.NOBLOCK))
-        error = sent.exception() if sent.done() else None
+        sending = asyncio.ensure_future(self._socket.send(encode(message), zmq.NOBLOCK))
+        error = sending.exception() if sending.done() else None
         if error is not None and not isinstance(error, zmq.Again):
             raise error
         return error is None

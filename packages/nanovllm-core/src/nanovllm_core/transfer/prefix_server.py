@@ -42,7 +42,7 @@ from nanovllm_core.transfer.nixl import NixlAgent
 from nanovllm_core.transfer.secret import TransferKeys
 from nanovllm_core.transfer.sockets import endpoint_of, make_socket
 
-# A lease ends if its client sends no Hello with the fetch's key for this time.
+# A lease ends when its client has sent no Hello with the fetch's key for this many seconds.
 LEASE_S = 3.0
 # A client that sends no Hello for this time must send Hello again before other messages.
 CLIENT_TIMEOUT_S = 10.0
@@ -78,7 +78,7 @@ class PrefixServer:
     def __init__(
         self,
         address: str,
-        secret: TransferKeys,
+        keys: TransferKeys,
         identity: dict[str, str],
         memory: HostMemory,
         agent: NixlAgent | None,
@@ -90,12 +90,12 @@ class PrefixServer:
         self._memory = memory
         self._agent = agent
         self._is_serving_reads = False
-        self._leases = leases
+        self._lease_table = leases
         self._run_on_engine_thread = run_on_engine_thread
-        self._remote_memory = _describe_memory(memory, agent)
+        self._memory_description = _describe_memory(memory, agent)
         self._executor = ThreadPoolExecutor(NUM_CHECKSUM_THREADS, "nanovllm-checksums")
-        # The leases by client and key of the fetch, and by number.
-        self._client_leases: dict[tuple[bytes, int], _ClientLease] = {}
+        # Both dicts hold all leases. The keys of the first are pairs (client, key of the fetch).
+        self._lease_by_client_and_key: dict[tuple[bytes, int], _ClientLease] = {}
         self._lease_by_number: dict[int, _ClientLease] = {}
         self._lease_numbers = itertools.count()
         # Time of the last Hello of each accepted client.
@@ -105,8 +105,8 @@ class PrefixServer:
         self._context = zmq.asyncio.Context()
         self._authenticator = zmq.auth.asyncio.AsyncioAuthenticator(self._context)
         self._authenticator.start()
-        self._authenticator.configure_curve_callback("*", _ClientKeyCheck(secret.client_keys.public))
-        self._socket = make_socket(self._context, zmq.ROUTER, secret.server_keys)
+        self._authenticator.configure_curve_callback("*", _ClientKeyCheck(keys.client_keys.public))
+        self._socket = make_socket(self._context, zmq.ROUTER, keys.server_keys)
         self._socket.curve_server = True
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         try:
@@ -158,9 +158,13 @@ class PrefixServer:
             self._send(lease.client, FetchEnd(lease.key, num_sent, reason, update.serve_s))
 
     def _send(self, client: bytes, message: ToClient, payloads: "list[memoryview] | tuple[()]" = ()) -> None:
-        # Without a high-water mark, the message is queued at once.
-        sent = asyncio.ensure_future(self._socket.send_multipart([client, encode(message), *payloads], copy=False))
-        if sent.done() and isinstance(error := sent.exception(), zmq.ZMQError) and error.errno == zmq.EHOSTUNREACH:
+        # The socket has no high-water mark, so it queues the message at once.
+        sending = asyncio.ensure_future(self._socket.send_multipart([client, encode(message), *payloads], copy=False))
+        if (
+            sending.done()
+            and isinstance(error := sending.exception(), zmq.ZMQError)
+            and error.errno == zmq.EHOSTUNREACH
+        ):
             self._drop_client(client)
 
     def _drop_client(self, client: bytes) -> None:
@@ -169,9 +173,9 @@ class PrefixServer:
             self._close_lease(lease)
 
     def _close_lease(self, lease: _ClientLease) -> None:
-        del self._client_leases[lease.client, lease.key]
+        del self._lease_by_client_and_key[lease.client, lease.key]
         del self._lease_by_number[lease.number]
-        self._run_on_engine_thread(partial(self._leases.close, lease.number))
+        self._run_on_engine_thread(partial(self._lease_table.close, lease.number))
 
     async def _receive(self) -> None:
         while True:
@@ -189,13 +193,13 @@ class PrefixServer:
         elif client not in self._hello_s:
             return  # This process may have started after the client's last Hello.
         elif isinstance(message, ResetPrefixCache):
-            self._run_on_engine_thread(self._leases.reset_prefix_cache)
+            self._run_on_engine_thread(self._lease_table.reset_prefix_cache)
         elif isinstance(message, Fetch):
             self._open_lease(client, message)
-        elif (lease := self._client_leases.get((client, message.key))) is None:
+        elif (lease := self._lease_by_client_and_key.get((client, message.key))) is None:
             return
         elif isinstance(message, Received):
-            self._run_on_engine_thread(partial(self._leases.release, lease.number, message.positions))
+            self._run_on_engine_thread(partial(self._lease_table.release, lease.number, message.positions))
         else:
             self._close_lease(lease)
 
@@ -207,14 +211,16 @@ class PrefixServer:
             self._send(client, Refused(difference))
             return
         self._hello_s[client] = time.monotonic()
-        leases = [lease for key in hello.keys if (lease := self._client_leases.get((client, key))) is not None]
+        leases = [
+            lease for key in hello.keys if (lease := self._lease_by_client_and_key.get((client, key))) is not None
+        ]
         for lease in leases:
             lease.expiry_s = time.monotonic() + LEASE_S
-        self._send(client, Welcome(self.engine_id, self._remote_memory, [lease.key for lease in leases]))
+        self._send(client, Welcome(self.engine_id, self._memory_description, [lease.key for lease in leases]))
 
     def _open_lease(self, client: bytes, fetch: Fetch) -> None:
         """Serve a fetch. A repeated message changes nothing while the lease lasts."""
-        if (client, fetch.key) in self._client_leases:
+        if (client, fetch.key) in self._lease_by_client_and_key:
             return
         kinds = range(len(self._memory.layout.slot_bytes))
         has_valid_entries = all(kind in kinds for kind, _ in fetch.entries)
@@ -224,8 +230,8 @@ class PrefixServer:
         number = next(self._lease_numbers)
         expiry_s = time.monotonic() + LEASE_S
         lease = _ClientLease(number, client, fetch.key, len(fetch.entries), fetch.carrier, expiry_s)
-        self._client_leases[client, fetch.key] = self._lease_by_number[number] = lease
-        self._run_on_engine_thread(partial(self._leases.open, number, fetch))
+        self._lease_by_client_and_key[client, fetch.key] = self._lease_by_number[number] = lease
+        self._run_on_engine_thread(partial(self._lease_table.open, number, fetch))
         if fetch.carrier == "nixl" and self._agent is not None and not self._is_serving_reads:
             self._is_serving_reads = True
             self._start_task(self._serve_reads(self._agent))

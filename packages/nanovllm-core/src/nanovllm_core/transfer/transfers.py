@@ -44,7 +44,7 @@ class Transfers:
     def __init__(
         self,
         config: ResolvedConfig,
-        secret: TransferKeys,
+        keys: TransferKeys,
         identity: dict[str, str],
         memory: HostMemory,
         scheduler: Scheduler,
@@ -65,12 +65,12 @@ class Transfers:
         self.server: PrefixServer | None = None
         if config.transfer_listen is not None:
             self.server = PrefixServer(
-                config.transfer_listen, secret, identity, memory, agent, self._leases, self._run_on_engine_thread
+                config.transfer_listen, keys, identity, memory, agent, self._leases, self._run_on_engine_thread
             )
         carrier = config.transfer_carrier
         self._peers = {
             address: PeerConnection(
-                address, secret, identity, memory, agent, carrier, self._executor, self._end_fetch, self._end_copies
+                address, keys, identity, memory, agent, carrier, self._executor, self._end_fetch, self._end_copies
             )
             for address in config.transfer_peers
         }

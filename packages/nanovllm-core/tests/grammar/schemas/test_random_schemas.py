@@ -14,7 +14,7 @@ from nanovllm_core.grammar.schemas.document import SchemaError
 
 END = 256
 VOCABULARY = [bytes([byte]) for byte in range(256)] + [b"<end>"]
-TEXTS = ["".join(some) for count in range(4) for some in itertools.product("ab", repeat=count)][:12]
+TEXTS = ["".join(letters) for count in range(4) for letters in itertools.product("ab", repeat=count)][:12]
 SCALARS = [None, True, False, 0, 1, 2, 5, 10, 11, 12, 15, 21, 99, 100, 105, -1, -10, -12, 1.5, 0.5, -0.5, *TEXTS]
 NUMBERS = [-12, -5.5, -5, 0, 1, 9, 10, 10.5, 11, 99, 100, 105]
 PATTERNS = ["^a*b?$", "^(a|ab|b){1,2}$", "a", "^[ab]{2}$", "b$", "^a|b$"]
@@ -23,12 +23,12 @@ TYPES = ["integer", "null", "boolean", "string", "number", ["null", "integer"]]
 
 def draw_scalar_schema(rng: random.Random):
     low, high = sorted(rng.choices(NUMBERS, k=2))
-    whole = sorted(int(number) for number in (low, high))
+    integers = sorted(int(number) for number in (low, high))
     names = rng.choice(["minimum", "exclusiveMinimum"]), rng.choice(["maximum", "exclusiveMaximum"])
     return rng.choice(
         [
             {"enum": rng.sample(SCALARS, rng.randrange(1, 6))},
-            {"type": "integer", names[0]: whole[0], names[1]: whole[1]},
+            {"type": "integer", names[0]: integers[0], names[1]: integers[1]},
             {"type": "number", names[0]: low, names[1]: high},
             {"type": "string", "pattern": rng.choice(PATTERNS)},
             {"type": "string", "minLength": rng.randrange(3), "maxLength": rng.randrange(2, 4)},
@@ -41,7 +41,7 @@ def draw_scalar_schema(rng: random.Random):
 def draw_object_schema(rng: random.Random, depth: int):
     names = rng.sample(["a", "b", "ab", "title"], rng.randrange(4))
     schema = {"type": "object", "properties": {name: draw_schema(rng, depth - 1) for name in names}}
-    some = {
+    keyword_makers = {
         "required": lambda: rng.sample(["a", "b", "ab"], rng.randrange(3)),
         "additionalProperties": lambda: rng.choice([False, draw_schema(rng, depth - 1)]),
         "patternProperties": lambda: {rng.choice(["^a", "b$", "^x"]): draw_schema(rng, depth - 1)},
@@ -52,12 +52,12 @@ def draw_object_schema(rng: random.Random, depth: int):
         "unevaluatedProperties": lambda: rng.choice([False, {"type": "integer"}]),
         "oneOf": lambda: [{"required": ["a"]}, {"required": ["b"]}],
     }
-    chances = dict(zip(some, (0.6, 0.6, 0.2, 0.2, 0.2, 0.2, 0.1, 0.1, 0.1), strict=True))
-    return schema | {name: make() for name, make in some.items() if rng.random() < chances[name]}
+    chances = dict(zip(keyword_makers, (0.6, 0.6, 0.2, 0.2, 0.2, 0.2, 0.1, 0.1, 0.1), strict=True))
+    return schema | {name: make() for name, make in keyword_makers.items() if rng.random() < chances[name]}
 
 
 def draw_array_schema(rng: random.Random, depth: int):
-    some = {
+    keyword_makers = {
         "prefixItems": lambda: [draw_schema(rng, depth - 1) for _ in range(rng.randrange(1, 3))],
         "items": lambda: draw_schema(rng, depth - 1) if rng.random() < 0.8 else False,
         "minItems": lambda: rng.randrange(3),
@@ -66,25 +66,25 @@ def draw_array_schema(rng: random.Random, depth: int):
         "uniqueItems": lambda: True,
         "unevaluatedItems": lambda: False,
     }
-    chances = dict(zip(some, (0.5, 0.7, 0.3, 0.3, 0.2, 0.1, 0.1), strict=True))
-    return {"type": "array"} | {name: make() for name, make in some.items() if rng.random() < chances[name]}
+    chances = dict(zip(keyword_makers, (0.5, 0.7, 0.3, 0.3, 0.2, 0.1, 0.1), strict=True))
+    return {"type": "array"} | {name: make() for name, make in keyword_makers.items() if rng.random() < chances[name]}
 
 
 def draw_schema(rng: random.Random, depth: int):
     if depth <= 0 or rng.random() < 0.2:
         return draw_scalar_schema(rng)
-    several = [draw_schema(rng, depth - 1) for _ in range(rng.randrange(1, 4))]
-    kinds = [
+    subschemas = [draw_schema(rng, depth - 1) for _ in range(rng.randrange(1, 4))]
+    schema_makers = [
         lambda: draw_object_schema(rng, depth),
         lambda: draw_array_schema(rng, depth),
-        lambda: {"anyOf": several},
-        lambda: {"oneOf": several},
-        lambda: {"allOf": several[:2]},
-        lambda: {"not": several[0], **(draw_scalar_schema(rng) if rng.random() < 0.5 else {})},
-        lambda: {"if": several[0], "then": several[-1], "else": draw_schema(rng, depth - 1)},
+        lambda: {"anyOf": subschemas},
+        lambda: {"oneOf": subschemas},
+        lambda: {"allOf": subschemas[:2]},
+        lambda: {"not": subschemas[0], **(draw_scalar_schema(rng) if rng.random() < 0.5 else {})},
+        lambda: {"if": subschemas[0], "then": subschemas[-1], "else": draw_schema(rng, depth - 1)},
     ]
-    schema = rng.choices(kinds, (5, 3, 2, 2, 2, 1, 1))[0]()
-    return {**schema, "anyOf": several} if rng.random() < 0.1 else schema
+    schema = rng.choices(schema_makers, (5, 3, 2, 2, 2, 1, 1))[0]()
+    return {**schema, "anyOf": subschemas} if rng.random() < 0.1 else schema
 
 
 def draw_value(rng: random.Random, depth: int = 2):
@@ -100,14 +100,14 @@ def draw_value(rng: random.Random, depth: int = 2):
 def test_permitted_values_are_valid():
     rng = random.Random(11)
     compiler = xgrammar.GrammarCompiler(xgrammar.TokenizerInfo(VOCABULARY, stop_token_ids=[END]), max_threads=1)
-    accepted = valid = permitted = 0
-    while accepted < 1000:
+    num_schemas = num_valid = num_permitted = 0
+    while num_schemas < 1000:
         schema = draw_schema(rng, rng.choice([1, 2, 2, 3]))
         try:
             written = convert_schema(schema, "schema")
         except SchemaError:
             continue
-        accepted += 1
+        num_schemas += 1
         grammar = compiler.compile_grammar(write_json_rules(GrammarSpec("json_schema", json.dumps(written))))
         validator = jsonschema.Draft202012Validator(schema)
         for _ in range(30):
@@ -116,7 +116,8 @@ def test_permitted_values_are_valid():
             is_permitted = matcher.accept_string(json.dumps(value)) and matcher.accept_token(END)
             is_valid = validator.is_valid(value)
             assert is_valid or not is_permitted, (schema, value)
-            permitted += is_permitted
-            valid += is_valid
-    # Grammars refuse some valid values: undeclared properties, and items that match `contains` but are not the first.
-    assert permitted > 0.85 * valid > 1000
+            num_permitted += is_permitted
+            num_valid += is_valid
+    # Grammars refuse some valid values: objects with undeclared properties, and arrays whose first items do not match
+    # `contains`, although later items match.
+    assert num_permitted > 0.85 * num_valid > 1000

@@ -62,39 +62,39 @@ PATTERNS = [
 ]
 
 
-def whole(pattern: str) -> regex.Node:
+def parse_full_match(pattern: str) -> regex.Node:
     return regex.restrict_characters(regex.convert_to_full_match(regex.parse(pattern)), UNESCAPED_IN_JSON)
 
 
-def grammar(tree: regex.Node) -> xgrammar.Grammar:
+def make_grammar(tree: regex.Node) -> xgrammar.Grammar:
     return xgrammar.Grammar.from_json_schema(json.dumps({"type": "string", "pattern": write_pattern(tree)}))
 
 
-def permits(compiled: xgrammar.Grammar, text: str) -> bool:
-    return xgrammar.testing._is_grammar_accept_string(compiled, json.dumps(text, ensure_ascii=False))
+def permits(grammar: xgrammar.Grammar, text: str) -> bool:
+    return xgrammar.testing._is_grammar_accept_string(grammar, json.dumps(text, ensure_ascii=False))
 
 
-def accepts_bytes(compiled: xgrammar.Grammar, text: bytes) -> bool:
+def accepts_bytes(grammar: xgrammar.Grammar, text: bytes) -> bool:
     """Whether the grammar accepts bytes, which need not be UTF-8."""
     vocabulary = xgrammar.TokenizerInfo([bytes((byte,)) for byte in range(256)], stop_token_ids=[])
     matcher = xgrammar.GrammarMatcher(
-        xgrammar.GrammarCompiler(vocabulary).compile_grammar(compiled), terminate_without_stop_token=True
+        xgrammar.GrammarCompiler(vocabulary).compile_grammar(grammar), terminate_without_stop_token=True
     )
     return matcher.accept_string(text) and matcher.is_terminated()
 
 
-def texts(longest: int):
-    for length in range(longest + 1):
+def texts(max_length: int):
+    for length in range(max_length + 1):
         for characters in itertools.product(ALPHABET, repeat=length):
             yield "".join(characters)
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_grammars_of_patterns_accept_what_re_finds(pattern):
-    compiled = grammar(whole(pattern))
+    grammar = make_grammar(parse_full_match(pattern))
     python = re.compile(pattern.replace("(?<x>", "(?P<x>"))
     for text in [*texts(2), "abc", "aab", "bca", "bcbca", "a" * 120, "a" * 131, "${a}", "a/b.c-", "1 a"]:
-        assert permits(compiled, text) == bool(python.search(text)), text
+        assert permits(grammar, text) == bool(python.search(text)), text
 
 
 def is_found(tree: regex.Node, text: str) -> bool:
@@ -144,18 +144,18 @@ def test_braces_without_counts_are_literal():
 @pytest.mark.parametrize("pattern", ["a^b", "a$b", "(^a)*", "a(?!b)c"])
 def test_assertions_in_the_middle_are_refused(pattern):
     with pytest.raises(regex.RegexError):
-        whole(pattern)
+        parse_full_match(pattern)
 
 
 def test_only_surrogates_of_a_pair_are_joined():
     assert permits(
         xgrammar.Grammar.from_json_schema(
-            json.dumps({"pattern": write_pattern(whole(r"^\ud83d\ude00$")), "type": "string"})
+            json.dumps({"pattern": write_pattern(parse_full_match(r"^\ud83d\ude00$")), "type": "string"})
         ),
         "😀",
     )
     # A lone surrogate matches no text.
-    assert whole(r"^\ud800\u0041$") == regex.NO_STRING
+    assert parse_full_match(r"^\ud800\u0041$") == regex.NO_STRING
 
 
 def test_classes_match_what_all_engines_agree_on():
@@ -168,30 +168,30 @@ def test_classes_match_what_all_engines_agree_on():
 def test_excluded_strings_are_not_permitted():
     rng = random.Random(3)
     for _ in range(20):
-        left_out = {"".join(rng.choices("abc", k=rng.randrange(0, 4))) for _ in range(rng.randrange(1, 6))}
-        compiled = grammar(exclude_strings(left_out, 16))
+        excluded = {"".join(rng.choices("abc", k=rng.randrange(0, 4))) for _ in range(rng.randrange(1, 6))}
+        grammar = make_grammar(exclude_strings(excluded, 16))
         for text in texts(2):
-            assert permits(compiled, text) == (text not in left_out)
+            assert permits(grammar, text) == (text not in excluded)
         # With a limit of one prefix, strings that share the first letter of an excluded string may be missing too.
-        compiled = grammar(exclude_strings(left_out, 1))
+        grammar = make_grammar(exclude_strings(excluded, 1))
         for text in texts(2):
-            if text in left_out or text[:1] not in {other[:1] for other in left_out}:
-                assert permits(compiled, text) == (text not in left_out)
+            if text in excluded or text[:1] not in {other[:1] for other in excluded}:
+                assert permits(grammar, text) == (text not in excluded)
     long = ["x" * 500, "y" * 500 + "z"]
-    compiled = grammar(exclude_strings(long))
-    assert permits(compiled, "x")
-    assert not any(permits(compiled, text) for text in long)
+    grammar = make_grammar(exclude_strings(long))
+    assert permits(grammar, "x")
+    assert not any(permits(grammar, text) for text in long)
 
 
 def test_length_limits_of_patterns_are_exact():
     for pattern, low, high in (("^a*$", 2, 4), ("^[ab]+c$", 2, 3), ("^(a|bb)$", 2, 2), ("^ab?$", 0, 5), ("a", 3, 4)):
-        tree = limit_length(whole(pattern), low, high)
+        tree = limit_length(parse_full_match(pattern), low, high)
         if tree is None:
             assert pattern == "a"
             continue
-        compiled = grammar(tree)
+        grammar = make_grammar(tree)
         for text in texts(2):
-            assert permits(compiled, text) == (bool(re.search(pattern, text)) and low <= len(text) <= high)
+            assert permits(grammar, text) == (bool(re.search(pattern, text)) and low <= len(text) <= high)
 
 
 @pytest.mark.parametrize(
@@ -200,17 +200,19 @@ def test_length_limits_of_patterns_are_exact():
 def test_length_limits_of_strings_are_exact(low, high):
     """Checks characters of every size in UTF-8, and invalid bytes."""
     tree = limit_length(regex.restrict_characters(regex.ANY_STRING, UNESCAPED_IN_JSON), low, high)
-    compiled = grammar(tree)
+    grammar = make_grammar(tree)
     if max(low, high or 0) <= MAX_COUNTED_REPETITIONS:
         written = write_pattern(tree)
-        again = regex.restrict_characters(regex.parse(written.removeprefix("^").removesuffix("$")), UNESCAPED_IN_JSON)
-        assert write_pattern(again) == written
-    most = low + 10 if high is None else high
+        reparsed = regex.restrict_characters(
+            regex.parse(written.removeprefix("^").removesuffix("$")), UNESCAPED_IN_JSON
+        )
+        assert write_pattern(reparsed) == written
+    max_length = low + 10 if high is None else high
     for character in "a ~\x7f\u07ff\u0800\ud7ff\ue000\uffff\U00010000\U0010ffff":
-        for length in {0, 1, low - 1, low, most - 1, most, most + 1} - {-1}:
-            assert permits(compiled, character * length) == (low <= length <= (high or length))
-    assert permits(compiled, ("aé€😀" * most)[:most])
-    assert permits(compiled, ("aé€😀" * most)[: most + 1]) == (high is None)
+        for length in {0, 1, low - 1, low, max_length - 1, max_length, max_length + 1} - {-1}:
+            assert permits(grammar, character * length) == (low <= length <= (high or length))
+    assert permits(grammar, ("aé€😀" * max_length)[:max_length])
+    assert permits(grammar, ("aé€😀" * max_length)[: max_length + 1]) == (high is None)
     for wrong in (
         b"\x80",
         b"\xc1\xbf",
@@ -220,8 +222,8 @@ def test_length_limits_of_strings_are_exact(low, high):
         b"\xf4\x90\x80\x80",
         b"\n",
     ):
-        assert not accepts_bytes(compiled, b'"' + b"a" * low + wrong + b'"')
-    assert accepts_bytes(compiled, b'"' + b"a" * low + b'"')
+        assert not accepts_bytes(grammar, b'"' + b"a" * low + wrong + b'"')
+    assert accepts_bytes(grammar, b'"' + b"a" * low + b'"')
 
 
 @pytest.mark.parametrize(("low", "high"), [(0, 1), (0, 40), (32, 500), (1, 100_000), (300, 400), (2, None)])
@@ -230,13 +232,13 @@ def test_length_limits_of_string_values_become_bounded_patterns(low, high):
     written = write_json_string_pattern(tree)
     bounded = parse_bounded_pattern(written)
     assert (bounded.low, bounded.high) == (low, high)
-    again = regex.restrict_characters(regex.parse(written.removeprefix("^").removesuffix("$")), UNESCAPED_IN_JSON)
-    assert write_json_string_pattern(again) == written
+    reparsed = regex.restrict_characters(regex.parse(written.removeprefix("^").removesuffix("$")), UNESCAPED_IN_JSON)
+    assert write_json_string_pattern(reparsed) == written
 
 
 @pytest.mark.parametrize(("pattern", "low", "high"), [("^[a-z]*$", 33, 100), ("^a[a-z]*$", 0, 500), ("^a*$", 3, None)])
 def test_other_length_limits_do_not_become_bounded_patterns(pattern, low, high):
-    tree = limit_length(whole(pattern), low, high)
+    tree = limit_length(parse_full_match(pattern), low, high)
     assert parse_bounded_pattern(write_json_string_pattern(tree)) is None
     assert write_json_string_pattern(tree) == write_pattern(tree)
 
@@ -244,7 +246,7 @@ def test_other_length_limits_do_not_become_bounded_patterns(pattern, low, high):
 @pytest.mark.parametrize("name", FORMATS)
 def test_strings_of_a_format_pattern_conform_to_the_format(name):
     checker = jsonschema.Draft202012Validator.FORMAT_CHECKER
-    tree = whole(FORMATS[name])
+    tree = parse_full_match(FORMATS[name])
     rng = random.Random(name)
     for _ in range(200):
         text = sample(tree, rng)
@@ -264,7 +266,7 @@ def sample(node: regex.Node, rng: random.Random) -> str:
         case regex.Alternation(options):
             return sample(rng.choice(options), rng)
         case regex.Repeat(part, low, high):
-            most = low + 3 if high is None else min(high, low + 3)
-            return "".join(sample(part, rng) for _ in range(rng.randint(low, most)))
+            max_repetitions = low + 3 if high is None else min(high, low + 3)
+            return "".join(sample(part, rng) for _ in range(rng.randint(low, max_repetitions)))
         case _:
             raise AssertionError(node)

@@ -60,7 +60,8 @@ def merge_parts(
         return
     _, num_head_blocks, num_rows, head_dim = partial.out.shape
     padded_dim = tile_configs.next_power_of_2(head_dim)
-    # A program merges this number of slots and rows at once. A tile of many rows spans few parts, so few slots suffice.
+    # A program merges `merged_slots` slots of `merged_rows` rows at once. A tile of many rows spans few parts, so few
+    # slots suffice.
     merged_slots = max(16, MERGE_ELEMENTS // padded_dim) if num_rows <= 64 else 4
     merged_rows = max(1, MERGE_ELEMENTS // merged_slots // padded_dim)
     row_programs = max(1, min(num_rows // merged_rows, MERGE_PROGRAMS // ((num_parts - 1) * num_head_blocks)))
@@ -194,7 +195,7 @@ def _merge_parts(
     tile_start = tl.load(tile_first_blocks_ptr + tile)
     if tile_start == cut_block:
         return
-    blocks_per_part = tl.load(parts_ptr + 2)  # Part 1 begins after the blocks of part 0.
+    blocks_per_part = tl.load(parts_ptr + 2)  # the first block of part 1, because parts are equal
     first_part = (tile_start // blocks_per_part).to(tl.int32)
     last_part = ((tl.load(tile_first_blocks_ptr + tile + 1) - 1) // blocks_per_part).to(tl.int32)
     request = tl.load(tiles_ptr + 2 * tile)

@@ -2,9 +2,10 @@
 
     python -m nanovllm_kernels.benchmarks [--json FILE] [--only WORD]
 
-A figure is a kernel's median time per call, over replays of a CUDA graph, and its bytes or operations per second.
-A graph calls the kernel on several copies of the inputs, which together exceed the L2 cache. Bytes and operations are
-the minimum that the result requires. Data that a kernel reads twice counts once. Inputs are random.
+A figure consists of a kernel's median time per call, and of its rate in bytes or operations per second. The median
+is over replays of a CUDA graph. A graph calls the kernel on several copies of the inputs, which together exceed the L2
+cache. Bytes and operations are the minimum that the result requires. Data that a kernel reads twice counts once.
+Inputs are random.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Benchmark cases of attention in steps captured as CUDA graphs. The host knows only upper bounds on the lengths.
 
-The cost of a case is its number of operations. If the case's name contains "by bytes", the cost is the number of bytes
-of cached tokens.
+The cost of an attention case is its number of operations. If the case's name contains "by bytes", the cost is the
+number of bytes of cached tokens.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -35,8 +35,8 @@ def make_step_tables(
     page_counts = [-(-seq_len // page_size) for _, seq_len in requests]
     page_numbers = torch.randperm(max(1, sum(page_counts)), device="cuda").int()
     tables = torch.zeros((num_table_rows, MAX_SEQ_LEN // page_size), dtype=torch.int32, device="cuda")
-    for entry, num_pages in enumerate(page_counts):
-        tables[entry, :num_pages] = page_numbers[sum(page_counts[:entry]) :][:num_pages]
+    for row, num_pages in enumerate(page_counts):
+        tables[row, :num_pages] = page_numbers[sum(page_counts[:row]) :][:num_pages]
     seq_lens = torch.zeros(num_table_rows, dtype=torch.int32)
     seq_lens[: len(requests)] = torch.tensor([seq_len for _, seq_len in requests], dtype=torch.int32)
     query_lens = torch.zeros(num_table_rows + 1, dtype=torch.int32)
@@ -74,16 +74,16 @@ def captured_attention_case(
 
     def make_call() -> Callable[[], object]:
         kv_cache = random(num_pages, PAGE_SIZE, 2 * num_kv_heads, HEAD_DIM)
-        tables = make_step_tables(requests, num_table_rows, PAGE_SIZE)
+        request_tensors = make_step_tables(requests, num_table_rows, PAGE_SIZE)
         qkv, scale = random(num_tokens, num_heads + 2 * num_kv_heads, HEAD_DIM), HEAD_DIM**-0.5
         q, step_keys_values = qkv.split_with_sizes((num_heads, 2 * num_kv_heads), 1)
         if backend is None:
-            block_tables, seq_lens, query_start_loc = tables
+            block_tables, seq_lens, query_start_loc = request_tensors
             flash_requests = FlashRequests(query_start_loc, query_start_loc.diff(), seq_lens, block_tables)
             out = torch.empty_like(q, memory_format=torch.contiguous_format)
             return lambda: flash_prefill.attend_to_pages(q, kv_cache, flash_requests, scale, query_len_bound, out)
         batch_plan = plan_batch(
-            *tables,
+            *request_tensors,
             num_decodes=None,
             max_query_len=query_len_bound,
             max_seq_len=MAX_SEQ_LEN,

@@ -67,8 +67,8 @@ def run_collectives(communicator: Communicator, inputs: GraphInputs, normed_sum:
         residual, normed = communicator.all_reduce_norm(parts[rank], torch.ones_like(total), weight, 1e-5, DTYPE)
         inputs.count_errors(residual, total + 1)
         normed_sum += normed.double().sum()
-        words = inputs.make_all(shape, torch.int32)
-        inputs.count_errors(communicator.all_gather(words[rank]), torch.cat(words))
+        int32_parts = inputs.make_all(shape, torch.int32)
+        inputs.count_errors(communicator.all_gather(int32_parts[rank]), torch.cat(int32_parts))
         wide_parts = inputs.make_all((size * num_rows, hidden_size))
         own_parts = [part.chunk(size)[rank] for part in wide_parts]
         inputs.count_errors(communicator.reduce_scatter(wide_parts[rank]), torch.stack(own_parts).sum(0))
@@ -93,7 +93,7 @@ def replay_collectives(device: torch.device, num_replays: int, timeout_s: float)
         run_collectives(communicator, inputs, normed_sum)
     begin = time.monotonic()
     for first in range(0, num_replays, REPLAYS_PER_CHECK):
-        # A random delay, so that the ranks do not start together.
+        # Wait for a random time, so that the ranks do not start together.
         time.sleep(random.uniform(0, MAX_SKEW_S))
         count = min(REPLAYS_PER_CHECK, num_replays - first)
         for _ in range(count):

@@ -1,4 +1,4 @@
-"""Measure the collectives of this host's GPUs, or replay a graph of collectives very often. Each GPU has a process.
+"""Measure the collectives of this host's GPUs, or replay a graph of collectives many times. Each GPU has a process.
 
     python -m nanovllm_kernels.benchmarks.collectives [--gpus N] [--only WORD] [--json FILE]
     python -m nanovllm_kernels.benchmarks.collectives --stress REPLAYS [--gpus N] [--timeout-s SECONDS]
@@ -138,22 +138,22 @@ def measure_operators(device: torch.device, name_part: str) -> Iterator[Collecti
 
 def measure_operator(method: Callable[..., object], operator: str, num_rows: int, hidden_size: int) -> float | None:
     """Return the median microseconds per call of a PeerCollectives method, or None if no kernel can do the call."""
-    arguments = [[random(num_rows, hidden_size)] for _ in range(NUM_COPIES)]
+    argument_lists = [[random(num_rows, hidden_size)] for _ in range(NUM_COPIES)]
     if operator == "all_reduce_norm":
         weight = random(hidden_size)
-        arguments = [[*each, random(num_rows, hidden_size), weight, 1e-5, DTYPE] for each in arguments]
+        argument_lists = [[*inputs, random(num_rows, hidden_size), weight, 1e-5, DTYPE] for inputs in argument_lists]
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         try:
-            method(*arguments[0])
+            method(*argument_lists[0])
         except NoKernelError:
             return None
     stream.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         for index in range(NUM_CALLS):
-            method(*arguments[index % NUM_COPIES])
+            method(*argument_lists[index % NUM_COPIES])
     graph.replay()
     times = []
     for _ in range(NUM_REPLAYS):

@@ -80,9 +80,9 @@ def linear_cases(widths: ModelWidths, num_rows: int) -> Iterator[BenchmarkCase]:
             lambda weight, x, _: torch.mm(x, weight.t(), out_dtype=torch.float32),
         ),
     }
-    for name, (columns, width, fused, separate) in cases.items():
+    for name, (columns, width, engine_call, separate_call) in cases.items():
         is_fused = tiles.is_few_rows_faster(num_rows, columns, width)
-        calls = {"": fused, " in pieces": separate} if is_fused else {"": fused}
+        calls = {"": engine_call, " in pieces": separate_call} if is_fused else {"": engine_call}
         cost = columns * width * 2
         for suffix, call in calls.items():
 

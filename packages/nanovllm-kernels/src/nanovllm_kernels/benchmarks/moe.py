@@ -47,20 +47,23 @@ MIXTURES = (  # The experts of Qwen3-30B-A3B, MiniMax-M2 and Qwen3-Next.
 
 def random_experts(mixture: Mixture, *, is_fp8: bool, num_ranks: int) -> PackedExperts:
     """Return the first rank's experts, with normally distributed bf16 weights or random FP8 weights without NaN."""
-    num_own, num_experts_with_shared = mixture.num_experts_with_shared // num_ranks, mixture.num_experts_with_shared
-    shapes = ((num_own, 2 * mixture.width, mixture.hidden), (num_own, mixture.hidden, mixture.width))
+    num_own_experts, num_experts_with_shared = (
+        mixture.num_experts_with_shared // num_ranks,
+        mixture.num_experts_with_shared,
+    )
+    shapes = ((num_own_experts, 2 * mixture.width, mixture.hidden), (num_own_experts, mixture.hidden, mixture.width))
     if not is_fp8:
         return pack_experts(*(random(*shape) for shape in shapes), num_all_experts=num_experts_with_shared)
     weights = (torch.randint(0, 256, shape, device="cuda", dtype=torch.uint8).bitwise_and_(0xBF) for shape in shapes)
     width_blocks, hidden_blocks = -(-mixture.width // 128), -(-mixture.hidden // 128)
-    gate_up_scales = torch.rand(num_own, 2, width_blocks, hidden_blocks, device="cuda")
-    down_scales = torch.rand(num_own, hidden_blocks, width_blocks, device="cuda")
-    numbers = (weight.view(fp8.DTYPE) for weight in weights)
-    return pack_experts(*numbers, gate_up_scales, down_scales, num_all_experts=num_experts_with_shared)
+    gate_up_scales = torch.rand(num_own_experts, 2, width_blocks, hidden_blocks, device="cuda")
+    down_scales = torch.rand(num_own_experts, hidden_blocks, width_blocks, device="cuda")
+    fp8_weights = (weight.view(fp8.DTYPE) for weight in weights)
+    return pack_experts(*fp8_weights, gate_up_scales, down_scales, num_all_experts=num_experts_with_shared)
 
 
 def experts_case(mixture: Mixture, num_tokens: int, *, is_fp8: bool, num_ranks: int = 1) -> BenchmarkCase:
-    """Make a case of experts. The cost is the bytes of the chosen experts, or operations for over 1024 tokens.
+    """Make a case of experts. The cost is the bytes of the chosen experts, or operations for more than 1024 tokens.
 
     num_ranks: number of ranks that share the experts evenly. The case runs the first rank.
     """

@@ -20,8 +20,8 @@ def scatter_blocks(caches: Sequence[Tensor], blocks: Tensor, rows: Tensor) -> No
 
 def _pair_with_rows(caches: Sequence[Tensor], rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield pairs (cache as bytes [num_blocks, num_bytes], the cache's part of the rows [n, num_bytes])."""
-    first = 0
+    first_byte = 0
     for cache in caches:
         num_bytes = cache[0].numel() * cache.itemsize
-        yield cache.flatten(1).view(torch.uint8), rows[:, first : first + num_bytes]
-        first += num_bytes
+        yield cache.flatten(1).view(torch.uint8), rows[:, first_byte : first_byte + num_bytes]
+        first_byte += num_bytes

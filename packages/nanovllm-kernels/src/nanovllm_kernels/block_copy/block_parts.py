@@ -18,9 +18,9 @@ class BlockParts:
     caches: [num_blocks, ...] each, on one device, with contiguous blocks. Shapes and dtypes may differ.
     row_bytes: number of bytes of a row.
     word_dtype: dtype of words: the widest integer dtype, up to 8 bytes, in which all parts of blocks can be copied.
-    chunks: int64 [n, 4], four numbers for each chunk of a block: the chunk's address in block 0, the distance of
-        consecutive blocks in words, the index of the chunk's first word in a row, and the chunk's number of words.
-        Empty on a CPU.
+    chunks: int64 [n, 4], four numbers for each chunk of a block: the chunk's address in block 0, the distance
+        between consecutive blocks in words, the index of the chunk's first word in a row, and the chunk's number of
+        words. Empty on a CPU.
 
     Raises ValueError if the blocks of a cache are not contiguous.
     """
@@ -33,8 +33,10 @@ class BlockParts:
                 )
         self.caches = tuple(caches)
         self.row_bytes = sum(map(_block_bytes, caches))
-        sizes = [(cache.data_ptr(), cache.stride(0) * cache.itemsize, _block_bytes(cache)) for cache in caches]
-        word_bytes = math.gcd(max(_WORD_DTYPES), *(number for numbers in sizes for number in numbers))
+        addresses_and_sizes = [
+            (cache.data_ptr(), cache.stride(0) * cache.itemsize, _block_bytes(cache)) for cache in caches
+        ]
+        word_bytes = math.gcd(max(_WORD_DTYPES), *(number for numbers in addresses_and_sizes for number in numbers))
         self.word_dtype = _WORD_DTYPES[word_bytes]
         self.device = caches[0].device
         self.chunks = torch.empty((0, 4), dtype=torch.int64, device=self.device)

@@ -50,8 +50,8 @@ class Communicator:
             raise ValueError(f"group {group.group_name!r} has an open communicator; close it first")
         self.rank = group.rank()
         self.size = group.size()
-        self._name = group.group_name
-        _open_collectives[self._name] = _open(group, device, use_peer_memory=use_peer_memory)
+        self._group_name = group.group_name
+        _open_collectives[self._group_name] = _create_collectives(group, device, use_peer_memory=use_peer_memory)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Overwrite `x` with the sum of the ranks' `x`, and return `x`.
@@ -62,7 +62,7 @@ class Communicator:
 
         x: any shape; float32, bfloat16, float16, int32 or int64.
         """
-        _all_reduce_op(x, self._name)
+        _all_reduce_op(x, self._group_name)
         return x
 
     def all_reduce_norm(
@@ -78,19 +78,19 @@ class Communicator:
         Returns: (new residual, normed rows), both [T, H]. The new residual is the tensor `residual`, or `partial` if
             there is no residual. The norm applies to the rounded new residual.
         """
-        normed = _all_reduce_norm_op(partial, residual, norm_weight, eps, dtype, self._name)
+        normed = _all_reduce_norm_op(partial, residual, norm_weight, eps, dtype, self._group_name)
         return (partial if residual is None else residual), normed
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Return the ranks' `x` [n, ...] of any dtype, concatenated in rank order: [size * n, ...]."""
-        return _all_gather_op(x, self._name)
+        return _all_gather_op(x, self._group_name)
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         """Return this rank's part [n, ...] of the sum of the ranks' `x`. Rank r gets rows r * n to (r + 1) * n - 1.
 
         x: [size * n, ...], with a dtype that `all_reduce` supports.
         """
-        return _reduce_scatter_op(x, self._name)
+        return _reduce_scatter_op(x, self._group_name)
 
     def exchange_columns(self, x: Tensor) -> Tensor:
         """Exchange some columns of all rows for all columns of some rows, by an all-to-all.
@@ -98,19 +98,19 @@ class Communicator:
         x: [n, c], this rank's c columns of n rows. n is a multiple of `size`. Any dtype.
         Returns: [n / size, size * c]. Rank r gets n / size rows, from row r * n / size on. Columns are in rank order.
         """
-        return _exchange_columns_op(x, self._name)
+        return _exchange_columns_op(x, self._group_name)
 
     def broadcast(self, x: Tensor, source: int = 0) -> None:
         """Overwrite `x`, of any shape and dtype, with the `x` of rank `source`."""
-        _broadcast_op(x, source, self._name)
+        _broadcast_op(x, source, self._group_name)
 
     def close(self) -> None:
         """Free the buffers. All ranks close together, after their last call has ended. Do not replay graphs later."""
-        _open_collectives.pop(self._name).close()
+        _open_collectives.pop(self._group_name).close()
 
 
 class Collectives(Protocol):
-    """The implementation that the operators call. See `Communicator`. Methods that return None overwrite `x`."""
+    """The implementation that the operators call. See `Communicator`. `all_reduce` and `broadcast` overwrite `x`."""
 
     rank: int
     size: int
@@ -126,7 +126,7 @@ class Collectives(Protocol):
     def close(self) -> None: ...
 
 
-def _open(group: ProcessGroup, device: torch.device, *, use_peer_memory: bool) -> Collectives:
+def _create_collectives(group: ProcessGroup, device: torch.device, *, use_peer_memory: bool) -> Collectives:
     if device.type != "cuda" or not use_peer_memory:
         return TorchCollectives(group)
     from nanovllm_kernels.collective.peer_collectives import PeerCollectives, open_peer_memory

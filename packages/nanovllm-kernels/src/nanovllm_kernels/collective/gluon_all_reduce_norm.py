@@ -51,8 +51,8 @@ def _launch(
     size: int,
 ) -> None:
     num_rows, row_size = partial.shape
-    per_unit = SLOT_BYTES // partial.element_size()
-    row_units = max(32, triton.next_power_of_2(triton.cdiv(row_size, per_unit)))
+    elements_per_unit = SLOT_BYTES // partial.element_size()
+    row_units = max(32, triton.next_power_of_2(triton.cdiv(row_size, elements_per_unit)))
     num_warps = min(MAX_NORM_WARPS, row_units // 32)
     overlap = can_overlap_launches(partial.device)  # programmatic dependent launch
     _all_reduce_norm[(num_programs,)](
@@ -69,7 +69,7 @@ def _launch(
         REGION_BYTES=peers.region_bytes,
         ROW_SIZE=row_size,
         ROW_UNITS=row_units,
-        PER_UNIT=per_unit,
+        PER_UNIT=elements_per_unit,
         WARPS=num_warps,
         RESIDUAL=residual is not None,
         OVERLAP=overlap,

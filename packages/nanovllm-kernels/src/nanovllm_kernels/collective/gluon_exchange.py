@@ -102,7 +102,7 @@ def _exchange(
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, PER_UNIT], [32, 1], [WARPS, 1], [1, 0])  # a unit per thread
     program, num_programs = gl.program_id(0), gl.num_programs(0)
     units = gl.arange(0, CHUNK_UNITS, layout=gl.SliceLayout(1, LAYOUT))[:, None]
-    lanes = gl.arange(0, PER_UNIT, layout=gl.SliceLayout(0, LAYOUT))[None, :]
+    unit_elements = gl.arange(0, PER_UNIT, layout=gl.SliceLayout(0, LAYOUT))[None, :]
     part_stride = part_size if SENDS_PARTS else 0
     num_chunks = gl.cdiv(part_size, CHUNK_UNITS * PER_UNIT)
     if OVERLAP:
@@ -111,7 +111,7 @@ def _exchange(
     phase = gl.load(phases_ptr + program)
     for chunk in range(program, num_chunks, num_programs):
         first_elements = (chunk * CHUNK_UNITS + units) * PER_UNIT
-        elements = first_elements + lanes
+        elements = first_elements + unit_elements
         slots = gl.where(first_elements < part_size, chunk // num_programs * CHUNK_UNITS + units, -1)
         for step in gl.static_range(1, SIZE):
             # Each rank starts with a different receiver, so that the ranks share the links evenly.
@@ -120,7 +120,7 @@ def _exchange(
             put(part, find_region(addresses_ptr, receiver, RANK, phase, SIZE, REGION_BYTES), slots)
     for chunk in range(program, num_chunks, num_programs):
         first_elements = (chunk * CHUNK_UNITS + units) * PER_UNIT
-        elements = first_elements + lanes
+        elements = first_elements + unit_elements
         slots = gl.where(first_elements < part_size, chunk // num_programs * CHUNK_UNITS + units, -1)
         own_part = gl.load(x_ptr + RANK * part_stride + elements, elements < part_size, 0)
         if SUMS:

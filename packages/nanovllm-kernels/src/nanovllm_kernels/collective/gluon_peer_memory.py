@@ -17,7 +17,7 @@ from nanovllm_kernels.collective.policy import SLOT_BYTES
 _SLOT_BYTES = gl.constexpr(SLOT_BYTES)
 
 # An asm block handles one slot. Triton passes the slot's address once per element, and the block uses the first copy.
-# Address 0 means that there is no slot. Operands: outputs, the unit's words (to put only), addresses.
+# Address 0 means that there is no slot. Operands: outputs, then the unit's words (only to put a unit), then addresses.
 _PUT = gl.constexpr("""{
     .reg .pred valid, empty<4>;
     .reg .b32 word<4>;

@@ -54,7 +54,7 @@ def _all_reduce(
     WARPS: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
-    """Compute every num_programs-th chunk of all parts. Part r is summed by rank r.
+    """Process every num_programs-th chunk of each part. Rank r sums part r.
 
     First, send the chunks of the other ranks' parts to these ranks. Then sum the chunks of this rank's part, and send
     the sums to all other ranks. Finally, receive the sums of the other ranks' parts.

@@ -2,7 +2,7 @@
 
 Choices depend only on shapes and dtypes, so that all ranks choose alike. In a one-shot kernel, each rank sends its
 tensor once. In a two-shot kernel, each rank sums one part, and then sends the sums. A unit is SLOT_BYTES bytes.
-`python -m nanovllm_kernels.benchmarks.collectives` measures the limits.
+The limits follow from measurements by `python -m nanovllm_kernels.benchmarks.collectives`.
 """
 
 from dataclasses import dataclass
@@ -62,7 +62,7 @@ class LaunchPolicy:
         """Choose the launch that sends `part_bytes` to each peer. None: use a two-shot kernel or NCCL."""
         if part_bytes * (self.size - 1) > self.one_shot_max_sent_bytes:
             return None
-        return self._choose_chunks(part_bytes, self.region_bytes)
+        return self._choose_launch(part_bytes, self.region_bytes)
 
     def choose_two_shot(self, num_elements: int, element_bytes: int) -> TwoShotLaunch | None:
         """Choose the launch that sums tensors of `num_elements` in two shots. None: use NCCL."""
@@ -72,8 +72,8 @@ class LaunchPolicy:
         if num_elements * element_bytes > self.two_shot_max_bytes or is_last_part_empty:
             return None
         # Half of a region receives the terms of sums, and the other half receives sums.
-        chunks = self._choose_chunks(part_size * element_bytes, self.region_bytes // 2)
-        return None if chunks is None else TwoShotLaunch(chunks.num_programs, chunks.chunk_units, part_size)
+        launch = self._choose_launch(part_size * element_bytes, self.region_bytes // 2)
+        return None if launch is None else TwoShotLaunch(launch.num_programs, launch.chunk_units, part_size)
 
     def choose_norm_programs(self, num_rows: int, row_bytes: int) -> int | None:
         """Choose the number of programs that sum and norm `num_rows` rows. None: norm in a second kernel."""
@@ -83,7 +83,7 @@ class LaunchPolicy:
             return None
         return min(num_rows, self.num_programs)
 
-    def _choose_chunks(self, part_bytes: int, slots_bytes: int) -> ExchangeLaunch | None:
+    def _choose_launch(self, part_bytes: int, slots_bytes: int) -> ExchangeLaunch | None:
         is_small = part_bytes <= self.num_programs * CHUNK_UNITS * SLOT_BYTES
         chunk_units = CHUNK_UNITS if is_small else LARGE_CHUNK_UNITS
         num_chunks = -(-part_bytes // (chunk_units * SLOT_BYTES))

@@ -32,7 +32,7 @@ class SymmetricBuffer:
         store = RenumberingStore(_get_process_group_store(group), group.rank())
         # The name is new, because torch would reuse the store of an earlier group of the same name.
         name = GroupName(f"nanovllm-{next(_rendezvous_numbers)}")
-        # torch does not keep the group alive, so this variable must.
+        # torch does not keep a reference to the group. This variable keeps the group alive.
         exchange_group = dist.ProcessGroup(store, group.rank(), group.size())
         _register_process_group(name, exchange_group)
         try:
@@ -50,8 +50,8 @@ class SymmetricBuffer:
 class RenumberingStore(Store):
     """A view of a store that renumbers the exchanges of one rendezvous to 0, 1, ...
 
-    torch counts the exchanges of a process over all groups, and puts the count into the keys. A process that was in an
-    earlier group and a new process would otherwise use different keys, and wait for each other forever.
+    torch counts the exchanges of a process over all groups, and puts the count into the keys. Without
+    renumbering, a process that was in an earlier group and a new process would use different keys, and wait forever.
     """
 
     def __init__(self, store: Store, rank: int) -> None:

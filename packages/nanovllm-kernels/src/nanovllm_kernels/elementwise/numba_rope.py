@@ -110,8 +110,8 @@ def _rotate_on_threads(
 
 def _rotate_on_thread(args_ptr):
     args = numba.carray(pointer(args_ptr), (_NUM_ARGS,), np.int64)
-    index, count, num_tokens = thread_index(args_ptr), thread_count(args_ptr), args[_NUM_TOKENS]
-    _rotate_tokens(args, index * num_tokens // count, (index + 1) * num_tokens // count)
+    index, num_threads, num_tokens = thread_index(args_ptr), thread_count(args_ptr), args[_NUM_TOKENS]
+    _rotate_tokens(args, index * num_tokens // num_threads, (index + 1) * num_tokens // num_threads)
 
 
 @kernel_without_reordering
@@ -130,7 +130,7 @@ def _rotate_tokens(args, first_token, end_token):
         for head in range(num_qkv_heads - num_cached_heads // 2):
             weight_ptr = args[_Q_WEIGHT_PTR] if head < num_q_heads else args[_K_WEIGHT_PTR]
             if weight_ptr:
-                _norm(heads, head, weight_ptr, eps)
+                _norm_head(heads, head, weight_ptr, eps)
             _rotate_head(heads[head], cos[token], sin[token])
         for head in range(num_cached_heads):
             for dim in range(head_dim):
@@ -138,7 +138,7 @@ def _rotate_tokens(args, first_token, end_token):
 
 
 @kernel_without_reordering
-def _norm(heads, head, weight_ptr, eps):
+def _norm_head(heads, head, weight_ptr, eps):
     head_dim = heads.shape[1]
     weight = numba.carray(pointer(weight_ptr), (head_dim,), np.float32)
     scale = inverse_rms(heads, head, 0, head_dim, eps)

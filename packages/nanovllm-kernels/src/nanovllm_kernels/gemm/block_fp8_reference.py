@@ -6,7 +6,7 @@ from torch import Tensor
 from nanovllm_kernels import fp8
 from nanovllm_kernels.gemm.block_fp8_weight import GROUP, BlockFP8Weight
 
-# Number of weight elements that are converted to float32 at once. These elements fit a core's cache.
+# Number of weight elements that are converted to float32 at once. These elements fit into a core's cache.
 DEQUANTIZED_ELEMENTS = 1 << 19
 
 

@@ -298,16 +298,22 @@ def _multiply_panel(args, panel, next_panel, converted_ptr, sums_ptr):
 def _finish_panel(args, panel, sums_ptr):
     """Add the bias to a panel's sums, gate the sums, and write or add them to the output."""
     num_rows, num_outputs, gated = args[_NUM_ROWS], args[_NUM_OUTPUTS], args[_IS_GATED] != 0
-    first = panel * PANEL_WIDTH
-    size = min(PANEL_WIDTH, num_outputs - first)
+    first_column = panel * PANEL_WIDTH
+    size = min(PANEL_WIDTH, num_outputs - first_column)
     if args[_BIAS_PTR]:
-        _add_bias(args[_BIAS_PTR] + 2 * first, size, sums_ptr, num_rows)
+        _add_bias(args[_BIAS_PTR] + 2 * first_column, size, sums_ptr, num_rows)
         if gated:
             _add_bias(
-                args[_BIAS_PTR] + 2 * (num_outputs + first), size, sums_ptr + 4 * num_rows * PANEL_WIDTH, num_rows
+                args[_BIAS_PTR] + 2 * (num_outputs + first_column),
+                size,
+                sums_ptr + 4 * num_rows * PANEL_WIDTH,
+                num_rows,
             )
     for row in range(num_rows):
-        row_sums_ptr, row_out_ptr = sums_ptr + 4 * row * PANEL_WIDTH, args[_OUT_PTR] + 4 * (row * num_outputs + first)
+        row_sums_ptr, row_out_ptr = (
+            sums_ptr + 4 * row * PANEL_WIDTH,
+            args[_OUT_PTR] + 4 * (row * num_outputs + first_column),
+        )
         if gated:
             gate_values(row_sums_ptr, row_sums_ptr + 4 * num_rows * PANEL_WIDTH, row_out_ptr, PANEL_WIDTH)
         else:

@@ -99,7 +99,9 @@ def is_split_faster(num_columns: int, depth: int) -> bool:
 
 def num_split_counters(num_columns: int) -> int:
     """Return the number of counters of a weight: the maximum number of output tiles in a launch that splits K."""
-    return max(-(-rows // config.block_m) * (num_columns // config.block_n) for rows, config in SPLIT_CONFIGS.items())
+    return max(
+        -(-max_rows // config.block_m) * (num_columns // config.block_n) for max_rows, config in SPLIT_CONFIGS.items()
+    )
 
 
 class BlockFP8Config(NamedTuple):
@@ -175,4 +177,6 @@ def is_triton_fp8_faster(num_rows: int, num_columns: int) -> bool:
 
 def num_fp8_counters(num_columns: int) -> int:
     """Return the number of counters of a weight: the maximum number of output tiles in a launch that splits K."""
-    return max(-(-rows // config.block_m) * -(-num_columns // config.block_n) for rows, config in FP8_CONFIGS.items())
+    return max(
+        -(-max_rows // config.block_m) * -(-num_columns // config.block_n) for max_rows, config in FP8_CONFIGS.items()
+    )

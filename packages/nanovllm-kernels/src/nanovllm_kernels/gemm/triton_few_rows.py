@@ -1,7 +1,8 @@
 """Multiplies a few rows by a weight on CUDA, with norm, gate and residual in one kernel.
 
-Loads of the weight take most of the time. The lanes of a warp split the sum over K, without tensor cores. The kernel
-loads weights before the previous kernel ends. A kernel that writes weights must therefore not launch dependents early.
+Loads of the weight take most of the time. The lanes of a warp split the sum over K, without tensor cores. With
+programmatic dependent launch, the kernel loads weights before the previous kernel ends. A kernel that writes weights
+must therefore not let the next kernel start early.
 """
 
 import triton
@@ -83,7 +84,7 @@ def _project_few_rows(
     GATED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Compute BLOCK_N columns of all rows. Each of NUM_VECTORS parts of K has its own sums until the loop ends."""
+    """Compute BLOCK_N columns of all rows. Each of NUM_VECTORS vector positions has own sums until the loop ends."""
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = tl.arange(0, ROWS)
     ks = (tl.arange(0, NUM_VECTORS)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :])[:, None, None, :]

@@ -96,7 +96,7 @@ class Prefill(NamedTuple):
 
 
 class TokensAtOffset(NamedTuple):
-    """Holds the tokens at one `offset`, which counts from a decode's first token of the step: at most one per decode.
+    """Holds at most one token per decode: the token at `offset` from the decode's first token of the step.
 
     offset: 0 for the decode's first token of the step; negative for pending tokens, which earlier steps received.
     decodes: int64 [m], index of each token's decode.
@@ -169,8 +169,8 @@ class StateBatch:
 
 def check_drafts(sizes: LayerSizes, batch: StateBatch) -> None:
     """Raise ValueError if a layer's caches do not fit the step's drafts."""
-    has_ring = sizes.ring_rows > sizes.num_taps
-    if has_ring != (batch.num_pending is not None):
+    has_draft_rows = sizes.ring_rows > sizes.num_taps
+    if has_draft_rows != (batch.num_pending is not None):
         raise ValueError(
             f"num_pending is {'set' if batch.num_pending is not None else 'None'}, but conv_states has "
             f"{sizes.ring_rows} rows for {sizes.num_taps} taps: pass num_pending only with caches for drafts"

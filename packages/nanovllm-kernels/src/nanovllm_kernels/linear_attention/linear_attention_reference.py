@@ -70,7 +70,7 @@ def plan_states(
     return TorchPlan(
         slots[decodes].long(),
         slots.new_tensor([first_positions[request] for request in decodes], dtype=torch.long),
-        slots.new_tensor([row for row, _ in decode_checkpoints], dtype=torch.long),
+        slots.new_tensor([index for index, _ in decode_checkpoints], dtype=torch.long),
         slots.new_tensor([slot for _, slot in decode_checkpoints], dtype=torch.long),
         tuple(prefills),
         drafts,

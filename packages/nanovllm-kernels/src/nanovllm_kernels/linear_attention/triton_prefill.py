@@ -30,7 +30,12 @@ def prefill(
     sizes = layer_sizes(weights, states, conv_states)
     num_reqs = len(batch.slots)
     padded_k, padded_v = pad_to_tile(sizes.k_dim), pad_to_tile(sizes.v_dim)
-    heads = {"HEADS": sizes.num_v_heads, "GROUP_SIZE": sizes.group_size, "K_DIM": sizes.k_dim, "V_DIM": sizes.v_dim}
+    head_constants = {
+        "HEADS": sizes.num_v_heads,
+        "GROUP_SIZE": sizes.group_size,
+        "K_DIM": sizes.k_dim,
+        "V_DIM": sizes.v_dim,
+    }
     chunk_tensors = compute_chunks(qkvz, ba, weights, conv_states, batch, sizes)
     block_v = min(BLOCK_V, padded_v)
     _scan_chunks[(triton.cdiv(sizes.v_dim, block_v), sizes.num_v_heads, num_reqs)](
@@ -42,7 +47,7 @@ def prefill(
         batch.query_start_loc,
         out,
         batch.checkpoints.shape[1],
-        **heads,
+        **head_constants,
         PADDED_K=padded_k,
         BLOCK_V=block_v,
         NUM_CHANNELS=sizes.num_channels,
@@ -58,7 +63,7 @@ def prefill(
         batch.query_start_loc,
         num_reqs,
         qkvz.stride(0),
-        **heads,
+        **head_constants,
         PADDED_V=padded_v,
         num_warps=8,
     )

@@ -35,7 +35,8 @@ def pack_experts(
         scale. Index 0 of the second dimension is the gate, index 1 the up projection. None: the weights are not FP8.
     scales2: float32 [E, ceil(H / 128), ceil(I / 128)], contiguous. Scales of e4m3 `w2`. None: `w2` is not FP8.
     first_id: id of the rank's first expert.
-    num_all_experts: number of experts of all ranks, including a shared expert from `route`. None: this rank has all.
+    num_all_experts: number of experts of all ranks, including a shared expert from `route`. None: this rank has all
+        experts.
     Raises: ValueError if the rank has no experts, or if its ids are not in [0, num_all_experts).
     """
     num_experts = w2.shape[0]

@@ -15,7 +15,7 @@ class Routing:
     num_groups: number of groups of experts. A group's score is the sum of the group's two best scores (DeepSeek-AI
         2024, https://arxiv.org/abs/2412.19437).
     top_groups: number of best groups, from which a token's experts are chosen.
-    scale: factor by which the chosen experts' weights are multiplied after renormalizing.
+    scale: factor by which the routing weights are multiplied, after renormalizing.
     shared: weight of the shared expert, which every token uses: 1 ("always") or the sigmoid of a gate logit ("gated").
         "none": there is no shared expert.
     """

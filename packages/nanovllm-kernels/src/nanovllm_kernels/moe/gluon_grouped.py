@@ -241,16 +241,16 @@ def _copy_tiles(rings, sources, N: gl.constexpr, K: gl.constexpr, GATED: gl.cons
             stage = step % STAGES
             # In the first pass over the ring every stage is free, and this wait returns at once.
             mbarrier.wait(empty.index(stage), (step // STAGES + 1) & 1)
-            ready = full.index(stage)
-            mbarrier.expect(ready, 3 * 128 * 128, pred=has_second_half)  # bytes
-            mbarrier.expect(ready, 5 * 64 * 128, pred=has_second_half == 0)
-            tma.async_copy_global_to_shared(weight_desc, [first_weight_row, k], ready, weight_ring.index(2 * stage))
-            tma.async_copy_global_to_shared(x_desc, [first_row, k], ready, x_ring.index(2 * stage))
+            barrier = full.index(stage)
+            mbarrier.expect(barrier, 3 * 128 * 128, pred=has_second_half)  # bytes
+            mbarrier.expect(barrier, 5 * 64 * 128, pred=has_second_half == 0)
+            tma.async_copy_global_to_shared(weight_desc, [first_weight_row, k], barrier, weight_ring.index(2 * stage))
+            tma.async_copy_global_to_shared(x_desc, [first_row, k], barrier, x_ring.index(2 * stage))
             tma.async_copy_global_to_shared(
-                weight_desc, [first_weight_row + BLOCK_DISTANCE, k], ready, weight_ring.index(2 * stage + 1)
+                weight_desc, [first_weight_row + BLOCK_DISTANCE, k], barrier, weight_ring.index(2 * stage + 1)
             )
             tma.async_copy_global_to_shared(
-                x_desc, [first_row + 64, k], ready, x_ring.index(2 * stage + 1), pred=has_second_half
+                x_desc, [first_row + 64, k], barrier, x_ring.index(2 * stage + 1), pred=has_second_half
             )
             step += 1
 
@@ -293,7 +293,7 @@ def _multiply(
             if not GATED:
                 pairs = gl.load(order_ptr + rows, mask=row_mask, other=0)
                 weights = gl.load(row_weights_ptr + rows, mask=row_mask, other=0.0)
-            # The compiler fails on a branch that it knows is never taken: keep the condition a runtime value.
+            # The compiler fails if it can prove that a branch is never taken: keep the condition a runtime value.
             has_rows = first_row + 64 * WARP_GROUP < end
             if has_rows:
                 left_sums = gl.zeros([64, 128], gl.float32, SUMS_LAYOUT)

@@ -78,7 +78,7 @@ def matvec_config(depth: int, rows_per_column: int) -> MatvecConfig:
 MIN_WIDE_TILE_PROGRAMS = 288
 # Tensor cores need tiles with at least this number of columns.
 MIN_TILE_COLUMNS = 16
-# Tiles with more than this number of rows have at most 32 columns, so that two tiles fit an SM.
+# Tiles with more than this number of rows have at most 32 columns, so that two tiles fit on an SM.
 MAX_ROWS_OF_WIDE_TILES = 16
 # Minimum depth for which FP8 launches have four pipeline stages instead of three.
 MIN_FOUR_STAGE_DEPTH = 4096

@@ -3,10 +3,10 @@
 Each program computes a few columns, and loads as many groups of 128 elements along K at once as its registers hold.
 Tensor cores would use only one of their 64 rows.
 
-The sizes `k` and `top_k` are runtime values, so that ptxas can't prove that masked FP8 values are 0. If ptxas
-can prove this, versions 12.8 and 12.9 merge an uninitialised register into the word that packs FP8 values
-(F2FP.E4M3.PACK_AB_MERGE_C). The results are then garbage or NaN. Versions 12.8 to 13.0 turn the upper half of this
-word into 0x0008.
+The sizes `k` and `top_k` are runtime values, so that ptxas can't prove that masked FP8 values are 0. With such a proof,
+ptxas generates wrong code. Versions 12.8 and 12.9 merge an uninitialised register into the word that packs quantised
+inputs (F2FP.E4M3.PACK_AB_MERGE_C). The results are then garbage or NaN. Versions 12.8 to 13.0 replace the upper half of
+a word of weights by 0x0008.
 """
 
 import torch

@@ -44,8 +44,8 @@ class SortedPairs(NamedTuple):
 def sort_pairs(ids: Tensor, num_experts: int, block_m: int, first_id: int | None = None) -> SortedPairs:
     """Sort the pairs of `ids`, int32 [T, k], by expert, into tiles of at most `block_m` pairs.
 
-    first_id: id of the first of this rank's `num_experts` experts. Pairs of other experts are left out. None: all
-        experts are this rank's.
+    first_id: id of the first of this rank's `num_experts` experts. Pairs of other experts are left out. None: this
+        rank has all experts.
     """
     num_pairs, overlap = ids.numel(), can_overlap_launches(ids.device)  # programmatic dependent launch
     int32_options = {"dtype": torch.int32, "device": ids.device}
@@ -175,8 +175,8 @@ def _sort_pairs(
     starts = tl.cumsum(totals, 0) - totals
     num_expert_tiles = (totals + BLOCK_M - 1) // BLOCK_M
     first_tiles = tl.cumsum(num_expert_tiles, 0) - num_expert_tiles
-    # Per expert: the index in `order` of this part's first pair of the expert, and the index that the pair would have
-    # if every tile had BLOCK_M pairs.
+    # Store two indices per expert: the index in `order` of the expert's first pair in this part, and the index of this
+    # pair if every tile were padded to BLOCK_M pairs.
     first_rows_ptr += part * (2 * PADDED_EXPERTS)
     tl.store(first_rows_ptr + experts, starts + earlier_counts)
     tl.store(first_rows_ptr + PADDED_EXPERTS + experts, first_tiles * BLOCK_M + earlier_counts)

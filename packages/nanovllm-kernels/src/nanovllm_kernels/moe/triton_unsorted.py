@@ -29,7 +29,7 @@ def run_experts(x: Tensor, experts: PackedExperts, chosen: ChosenExperts, residu
     # Expected number of programs whose expert belongs to this rank.
     num_busy_programs = max(1, min(num_tokens * top_k, num_all_experts) * num_experts // num_all_experts)
     quantized = scales13 is not None
-    rows = max(16, triton.next_power_of_2(num_tokens))  # padded number of tokens
+    num_rows = max(16, triton.next_power_of_2(num_tokens))  # padded number of tokens
     overlap = can_overlap_launches(x.device)  # programmatic dependent launch
     hidden = torch.empty((num_tokens * top_k, intermediate_size), dtype=x.dtype, device=x.device)  # silu(gate) * up
     pair_results = torch.empty((num_tokens * top_k, hidden_size), dtype=torch.float32, device=x.device)
@@ -39,7 +39,7 @@ def run_experts(x: Tensor, experts: PackedExperts, chosen: ChosenExperts, residu
         "PARTIAL": experts.is_partial,  # other ranks have experts too
         "TOP_K": top_k,
         "PADDED_TOP_K": triton.next_power_of_2(top_k),
-        "ROWS": rows,
+        "ROWS": num_rows,
         "GRID_BY_EXPERT": grid_by_expert,
         "QUANTIZED": quantized,
         "OVERLAP": overlap,
@@ -47,7 +47,7 @@ def run_experts(x: Tensor, experts: PackedExperts, chosen: ChosenExperts, residu
     }
     is_float32 = x.element_size() == 4
     config = unsorted_config(
-        rows, num_busy_programs, intermediate_size, hidden_size, is_float32=is_float32, is_block_fp8=quantized
+        num_rows, num_busy_programs, intermediate_size, hidden_size, is_float32=is_float32, is_block_fp8=quantized
     )
     _gate_up[(triton.cdiv(intermediate_size, config.block_n), num_expert_programs)](
         x,
@@ -67,7 +67,7 @@ def run_experts(x: Tensor, experts: PackedExperts, chosen: ChosenExperts, residu
         **launch_options,
     )
     config = unsorted_config(
-        rows, num_busy_programs, hidden_size, intermediate_size, is_float32=is_float32, is_block_fp8=quantized
+        num_rows, num_busy_programs, hidden_size, intermediate_size, is_float32=is_float32, is_block_fp8=quantized
     )
     _down[(triton.cdiv(hidden_size, config.block_n), num_expert_programs)](
         hidden,

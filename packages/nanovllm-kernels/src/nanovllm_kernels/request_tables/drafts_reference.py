@@ -51,7 +51,7 @@ def propose_ngrams(
         last = int(num_computed[row])
         row_drafts = tokens[row, last + 1 : last + 1 + num_drafts]
         num_places = row_drafts.shape[0]
-        # A full row has no place for drafts. Skip the row, because it may lack even the last sampled token.
+        # Skip a full row. It has no place for drafts, and may lack even the last sampled token, which the search needs.
         if num_places == 0:
             continue
         end = _find_last_occurrence(tokens[row, : last + 1], min_match, max_match)

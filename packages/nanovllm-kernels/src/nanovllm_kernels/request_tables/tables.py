@@ -23,8 +23,9 @@ class BatchInputs(NamedTuple):
     seq_lens: int32 [B], each request's number of tokens up to the end of the step, 0 for a request without tokens in
         this step.
     slot_mapping: int64 [T], each token's cache slot, page * page_size + offset.
-    last_token_indices: int64 [B], index of each request's last token in the step, 0 for a request without tokens.
-    block_tables: int32 [B, max_pages], page numbers of each request.
+    last_token_indices: int64 [B], index of each request's last token in the step. A request without tokens has the
+        index of the last token of earlier requests, or 0 if there is no such token.
+    block_tables: int32 [B, num_page_columns], page numbers of each request. See `build_inputs`.
     """
 
     input_ids: Tensor

@@ -90,7 +90,7 @@ def sample(logits: Tensor, settings: DrawSettings, positions: Tensor, all_greedy
 def _draw(logits: Tensor, temperature: Tensor, first_keys: Tensor, second_keys: Tensor) -> Tensor:
     """Draw one token per row: the token with the smallest e / p. temperature: [B, 1].
 
-    e is the token's draw from Exp(1), p its probability, and w a weight that is proportional to p. The token with the
+    e is the token's draw from Exp(1), p is its probability, and w is a weight proportional to p. The token with the
     smallest e / p has the largest w / e. The code takes the smallest w / -e, because the function for the noise returns
     -e. The Gumbel-max trick gives the same token, but needs another logarithm.
     """

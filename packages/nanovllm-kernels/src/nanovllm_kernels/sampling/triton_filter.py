@@ -114,8 +114,8 @@ def _draw_from_row(
 ):
     """Draw the row's token with the largest noisy logit among the tokens that the filters keep.
 
-    The filters keep a token if its value is at least `low`, fewer than `count_limit` tokens have larger values, and the
-    mass of these other tokens (as in `_weigh_tokens_above`) is below `mass_limit`.
+    The filters keep a token if three conditions hold. Its value is at least `low`. Fewer than `count_limit`
+    tokens have larger values. The mass of these larger tokens (as in `_weigh_tokens_above`) is below `mass_limit`.
     """
     lanes = tl.arange(0, BLOCK)
     token = vocab_size

@@ -57,7 +57,7 @@ def add_gumbel_noise(logits, tokens, scale, seed, position):
     # Equals (bits + mixed) * FINAL_HASH_MULTIPLIER, but the product of `mixed` is computed once per row.
     bits = bits * FINAL_HASH_MULTIPLIER + mixed.to(tl.int32) * FINAL_HASH_MULTIPLIER
     uniform = (bits & UNIFORM_MASK).to(tl.float32) * UNIFORM_SCALE + UNIFORM_OFFSET
-    # Computes -log(1 - uniform). A series replaces the logarithm of small numbers, where 1 - uniform would lose digits.
+    # Computes -log(1 - uniform). For small `uniform`, 1 - uniform would lose digits, so a series is used instead.
     series = uniform * (1 + uniform * (1 / 2 + uniform * (1 / 3 + uniform * (1 / 4 + uniform * (1 / 5)))))
     exponential = tl.where(uniform < 0.0625, series, -LN_2 * _log2(1 - uniform))
     return logits * scale - _log2(exponential)

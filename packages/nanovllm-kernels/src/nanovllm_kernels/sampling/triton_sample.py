@@ -18,12 +18,13 @@ CHUNK_TOKENS = 4096
 # Tokens per segment of a chunk. A segment's float32 logits are 64 bytes, two sectors of memory. Gathering segments
 # therefore reads no unneeded bytes.
 SEGMENT_TOKENS = 16
-NUM_SCAN_WARPS = 4  # of `_scan_chunk`
-NUM_CHOOSE_WARPS = 16  # of `_choose_token` with filters
+NUM_SCAN_WARPS = 4  # warps per program of `_scan_chunk`
+NUM_CHOOSE_WARPS = 16  # warps per program of `_choose_token` with filters
 # Maximum number of segments with candidates (tokens that may pass the filters). The 8192 tokens of these segments fit
 # the registers of one program.
 MAX_CANDIDATE_SEGMENTS = 512
-# If a row has candidates in more segments, the program reads the whole row, this number of tokens per iteration.
+# If a row has candidates in more segments, the program reads the whole row. Each iteration reads this number of
+# tokens.
 ROW_BLOCK_TOKENS = 8192
 # Tokens whose logit / temperature is more than this number below the row's maximum are never drawn: Gumbel noise is
 # between -2.9 and 22.2, so it can make up for a difference of at most 25.1.

@@ -175,14 +175,14 @@ async def _measure_load(
                     progress_bar.update()
 
         outcomes = await asyncio.gather(*map(send_at, requests, arrival_times(len(requests), rate)))
-        busy = (time.process_time() - start_cpu_s) / (time.perf_counter() - start)
+        client_core_share = (time.process_time() - start_cpu_s) / (time.perf_counter() - start)
     answers = [outcome for outcome in outcomes if isinstance(outcome, TimedAnswer)]
     failures = [outcome for outcome in outcomes if isinstance(outcome, ExchangeError)]
     if not answers:
         raise BenchError(f"all requests failed ({label}), the first: {failures[0]}")
     if failures:
         print_message(f"{len(failures)} of {len(requests)} requests failed ({label}), the first: {failures[0]}")
-    return _summarize(answers, len(failures), rate, concurrency, busy)
+    return _summarize(answers, len(failures), rate, concurrency, client_core_share)
 
 
 async def _send_request(options: ServeOptions, model: str, request: TextRequest) -> TimedAnswer:

@@ -70,7 +70,10 @@ def run(path: Path, step_range: IntegerRange | None, json_path: Path | None) -> 
         selection = f" from {step_range.low} to {step_range.high}" if step_range else ""
         raise BenchError(f"{path} has no steps{selection}")
     track_times, idle_times = [*measure_tracks(tracks)], measure_idle_times(tracks.get(DEVICE_TRACK, {}))
-    rows = [[t.track, str(t.steps), *(f"{value:.1f}" for value in (t.p50, t.p90, t.p99))] for t in track_times]
+    rows = [
+        [times.track, str(times.steps), *(f"{value:.1f}" for value in (times.p50, times.p90, times.p99))]
+        for times in track_times
+    ]
     tables = [[["us", "steps", "p50", "p90", "p99"], *rows]]
     if idle_times is not None:
         values = [f"{value:.1f}" for value in (idle_times.p50, idle_times.p99, idle_times.most)]

@@ -26,7 +26,7 @@ class ChoiceOptions:
     tag_ids: ids of special tokens that the parser must see as text.
     allows_parallel_calls: if False, the choice ends after its first call.
     writes_token_ids: in log-probabilities, a token is written "token_id:ID" instead of as text.
-    is_call_required: the answer must consist of calls. Content is dropped, because it can only be markup of calls.
+    is_call_required: the answer must consist of calls. The assembler drops content, which can only be markup of calls.
     is_function_named: `tool_choice` names a function; finish_reason is then "stop", not "tool_calls" (as OpenAI does).
     """
 

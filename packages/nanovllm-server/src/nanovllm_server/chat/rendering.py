@@ -20,7 +20,8 @@ from nanovllm_server.protocol.messages import Message, PastToolCall
 from nanovllm_server.protocol.template import TemplateOptions
 
 NUM_THREADS = 2  # for conversations shorter than MIN_LARGE_CHARACTERS
-# One more thread renders conversations of at least this number of characters. Shorter ones do not wait for them.
+# One more thread renders conversations of at least this number of characters, so that shorter conversations do not
+# wait for long conversations.
 MIN_LARGE_CHARACTERS = 1 << 18
 DEFAULT_OPTIONS = TemplateOptions()
 ToolDefinitions = Sequence[Mapping[str, Any]]

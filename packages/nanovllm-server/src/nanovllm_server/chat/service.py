@@ -41,7 +41,7 @@ class Service:
 
     allowed_hosts: names that the Host header may have besides local and private names.
     allowed_origins: origins whose pages may read the server's answers.
-    body_memory_bytes: maximum memory of all bodies over 64 KiB in this worker.
+    body_memory_bytes: maximum memory of all bodies of at least 64 KiB in this worker.
     defaults: values for sampling parameters that a request does not set.
     running: generations that have not ended.
     """
@@ -119,9 +119,11 @@ class Service:
         elif chat.transfer_params is not None and chat.transfer_params.do_remote_decode:
             exchange.log_fields["remote_decode"] = True
         exchange.on_end_callbacks.append(self.admission.admit(chat.n))
-        definitions = None if chat.tools is None else chat.tools.definitions
-        max_tokens = self.engine.info.max_model_len if chat.truncate_prompt_tokens is None else None
-        prompt = await self.renderer.render(chat.messages, definitions, chat.template, max_tokens=max_tokens)
+        tool_definitions = None if chat.tools is None else chat.tools.definitions
+        max_prompt_tokens = self.engine.info.max_model_len if chat.truncate_prompt_tokens is None else None
+        prompt = await self.renderer.render(
+            chat.messages, tool_definitions, chat.template, max_tokens=max_prompt_tokens
+        )
         prompt, reasoning_budget = await self._prepare_reasoning(chat, prompt)
         if self.log_prompts:
             self.logger.info("prompt", request_id=exchange.request_id, text=prompt.text)
@@ -208,7 +210,10 @@ class Service:
             raise await self._locate_grammar_error(constraint, error) from error
 
     async def _locate_grammar_error(self, constraint: AnswerConstraint, error: GrammarError) -> ApiError:
-        """Makes the ApiError. If `error.place` is None, finds the first field whose own grammar does not compile."""
+        """Makes the ApiError that names the field at fault.
+
+        If `error.place` is None, this is the first field whose own grammar does not compile.
+        """
         is_field_unknown = error.place is None and len(constraint.field_grammars) > 1
         for path, spec in constraint.field_grammars if is_field_unknown else ():
             try:
@@ -300,15 +305,15 @@ class Service:
         max_model_len = self.engine.info.max_model_len
         if num_tokens >= max_model_len:
             raise prompt_too_long(max_model_len, str(num_tokens))
-        max_tokens = max_model_len - num_tokens
+        max_new_tokens = max_model_len - num_tokens
         for name, value in (
             (chat.max_tokens_field, chat.sampling.max_tokens),
             ("min_tokens", chat.sampling.min_tokens),
         ):
-            if value is not None and value > max_tokens:
+            if value is not None and value > max_new_tokens:
                 raise ApiError(
                     400,
-                    f"{name} must be at most {max_tokens}, not {value}: the context holds {max_model_len} tokens, "
+                    f"{name} must be at most {max_new_tokens}, not {value}: the context holds {max_model_len} tokens, "
                     f"and the messages take {num_tokens}",
                     param=name,
                     code="context_length_exceeded",

@@ -66,8 +66,8 @@ def constrain(
     answer_rule: format that the client requests for content; None if content is free text.
     reasoning_state: state of the reasoning at the end of the prompt.
     """
-    call_form = model_format.chat_format.tool_calls if tools is not None else None
-    if tools is None or call_form is None or not (tools.needs_grammar or answer_rule is not None):
+    call_format = model_format.chat_format.tool_calls if tools is not None else None
+    if tools is None or call_format is None or not (tools.needs_grammar or answer_rule is not None):
         if answer_rule is None:
             return None
         spec = _answer_spec(answer_rule)
@@ -77,7 +77,7 @@ def constrain(
         content, calls_only_at_start = _content_grammar(answer_rule), False
     else:
         functions = [*tools.functions.values()]
-        content, calls_only_at_start = _content_and_calls_format(answer_rule, tools, call_form, functions)
+        content, calls_only_at_start = _content_and_calls_format(answer_rule, tools, call_format, functions)
         function_grammars = tuple(
             (function.path, _json_spec(function.enforced_schema, function.path))
             for function in functions
@@ -90,37 +90,37 @@ def constrain(
             field_grammars, unused_grammars = answer_grammars, function_grammars
         else:
             field_grammars, unused_grammars = function_grammars + answer_grammars, ()
-    spec = _structural_tag_spec(sequence(*_reasoning_tags(model_format, reasoning_state, call_form), content))
+    spec = _structural_tag_spec(sequence(*_reasoning_tags(model_format, reasoning_state, call_format), content))
     return _with_checked_size(AnswerConstraint(spec, field_grammars, unused_grammars, calls_only_at_start))
 
 
 def _content_and_calls_format(
-    answer_rule: AnswerRule | None, tools: Toolbox, form: ToolCallFormat, functions: Sequence[Function]
+    answer_rule: AnswerRule | None, tools: Toolbox, call_format: ToolCallFormat, functions: Sequence[Function]
 ) -> tuple[TagFormat, bool]:
     """Returns (format of content and calls, `AnswerConstraint.calls_only_at_start`)."""
     max_calls = MAX_CALLS if tools.allows_parallel_calls else 1
     if tools.mode != "auto":
-        return calls_grammar(form, functions, max_calls), True
+        return calls_grammar(call_format, functions, max_calls), True
     match answer_rule:
         case None:
-            return text_and_calls_grammar(form, functions, max_calls), can_omit_opening_tag(form)
+            return text_and_calls_grammar(call_format, functions, max_calls), can_omit_opening_tag(call_format)
         case TagAnswer():
-            # The client's structural tag itself defines where calls may come.
+            # The client's structural tag itself defines where the answer may have calls.
             return _content_grammar(answer_rule), False
         case _:
-            return either([calls_grammar(form, functions, max_calls), _content_grammar(answer_rule)]), True
+            return either([calls_grammar(call_format, functions, max_calls), _content_grammar(answer_rule)]), True
 
 
 def _reasoning_tags(
-    model_format: ModelFormat, reasoning_state: ReasoningState, call_form: ToolCallFormat | None
+    model_format: ModelFormat, reasoning_state: ReasoningState, call_format: ToolCallFormat | None
 ) -> Iterator[TagFormat]:
-    form = model_format.chat_format.reasoning
-    if form is None or reasoning_state == "closed":
+    reasoning_format = model_format.chat_format.reasoning
+    if reasoning_format is None or reasoning_state == "closed":
         return
     # A call within reasoning would end the reasoning, and no grammar would constrain this call.
-    excluded_texts = call_beginnings(call_form) if call_form is not None and call_form.ends_reasoning else ()
-    body = sequence(any_text((form.end, *excluded_texts)), literal(form.end), LINE_BREAKS)
-    yield body if reasoning_state == "open" else optional(sequence(literal(form.begin), body))
+    excluded_texts = call_beginnings(call_format) if call_format is not None and call_format.ends_reasoning else ()
+    body = sequence(any_text((reasoning_format.end, *excluded_texts)), literal(reasoning_format.end), LINE_BREAKS)
+    yield body if reasoning_state == "open" else optional(sequence(literal(reasoning_format.begin), body))
 
 
 def _content_grammar(answer_rule: AnswerRule) -> TagFormat:

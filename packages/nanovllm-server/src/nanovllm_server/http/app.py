@@ -192,9 +192,9 @@ def _to_api_error(error: Exception, service: Service) -> ApiError:
         case RequestEntityTooLarge():
             return ApiError(413, f"the body may have at most {service.max_body_bytes} bytes", code="request_too_large")
         case MethodNotAllowed():
-            allowed = ", ".join(sorted(error.valid_methods or ()))
-            message = f"{request.method} is not allowed on {request.path}: use {allowed}"
-            return ApiError(405, message, code="method_not_allowed", headers={"Allow": allowed})
+            allowed_methods = ", ".join(sorted(error.valid_methods or ()))
+            message = f"{request.method} is not allowed on {request.path}: use {allowed_methods}"
+            return ApiError(405, message, code="method_not_allowed", headers={"Allow": allowed_methods})
         case NotFound():
             return ApiError(404, f"the path {request.path[:200]} does not exist", code="not_found")
         case HTTPException():

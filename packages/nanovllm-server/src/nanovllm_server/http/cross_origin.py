@@ -10,8 +10,9 @@ ORIGIN = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]*)://(?P<host>\[[0-9a-f:.]+\]|[
 DEFAULT_PORTS = {"http": "80", "https": "443"}
 # Time for which browsers may cache the response to a preflight request.
 PREFLIGHT_AGE_S = 600
-# Headers that pages may send if the preflight request names no headers, and headers that pages may read.
+# Request headers that pages may send if the preflight request names no headers.
 DEFAULT_ALLOWED_HEADERS = "Authorization, Content-Type"
+# Response headers that pages may read.
 EXPOSED_HEADERS = "Retry-After, X-Request-Id"
 
 
@@ -23,11 +24,11 @@ class CrossOriginPolicy:
 
     def preflight_headers(self, method: str, request_headers: Headers) -> dict[str, str] | None:
         """Returns the headers of the response to an allowed preflight request; None for all other requests."""
-        allowed = self.response_headers(request_headers)
+        cors_headers = self.response_headers(request_headers)
         is_preflight = method == "OPTIONS" and "Access-Control-Request-Method" in request_headers
-        if not is_preflight or "Access-Control-Allow-Origin" not in allowed:
+        if not is_preflight or "Access-Control-Allow-Origin" not in cors_headers:
             return None
-        return allowed | {
+        return cors_headers | {
             "Access-Control-Allow-Methods": "GET, POST",
             # Allow every header that the page asks for, because client libraries send headers of their own.
             "Access-Control-Allow-Headers": request_headers.get(

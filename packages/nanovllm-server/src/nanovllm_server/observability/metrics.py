@@ -137,21 +137,21 @@ class Metrics(Collector):
         num_prompt_tokens = self.prompt_tokens_total.total(0)
         help_text = "Prompt tokens computed or found in the prefix cache, once per request."
         yield self._make_counter("prompt_tokens", help_text, [({}, num_prompt_tokens)])
-        reasons = dict(self.finish_reasons.items())
+        counts_by_reason = dict(self.finish_reasons.items())
         if self._prefix == "vllm":
             # vLLM's engine does not know tool calls, so vLLM's reason "stop" includes tool calls.
-            reasons["stop"] += reasons.pop("tool_calls")
-        samples = [({"finished_reason": reason}, count) for reason, count in reasons.items()]
+            counts_by_reason["stop"] += counts_by_reason.pop("tool_calls")
+        samples = [({"finished_reason": reason}, count) for reason, count in counts_by_reason.items()]
         yield self._make_counter("request_success", "Choices that ended, by reason.", samples)
-        exchanges = CounterMetricFamily(
+        exchange_family = CounterMetricFamily(
             f"{self._prefix}:http_requests",
             "HTTP exchanges; status 499: the client disconnected.",
             labels=["path", "status"],
         )
         for (path, status), count in self.http_exchanges.items():
             if count:
-                exchanges.add_metric([path, str(status)], count)
-        yield exchanges
+                exchange_family.add_metric([path, str(status)], count)
+        yield exchange_family
 
     def _collect_engine_metrics(self) -> Iterator[Metric]:
         stats, info = self._read_stats(), self._info

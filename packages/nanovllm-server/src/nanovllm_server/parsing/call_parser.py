@@ -28,8 +28,8 @@ class CallReader(ABC, Generic[CallFormat]):
     schemas: the functions that the model may call, with the schemas of their parameters.
     """
 
-    def __init__(self, form: CallFormat, source: Source, collector: EventCollector, schemas: SchemasByFunction):
-        self.form = form
+    def __init__(self, call_format: CallFormat, source: Source, collector: EventCollector, schemas: SchemasByFunction):
+        self.call_format = call_format
         self.source = source
         self.collector = collector
         self.schemas = schemas
@@ -49,15 +49,19 @@ class CallReader(ABC, Generic[CallFormat]):
     def read_consecutive_calls(self, fallback: TextSink) -> ReadGenerator[bool]:
         """Reads consecutive calls. Returns whether there was a call. If not, passes the read text to `fallback`."""
         self.source.start_recording()
-        has_opening_tag = yield from self.source.read_literal(self.form.begin)
+        has_opening_tag = yield from self.source.read_literal(self.call_format.begin)
         sink, has_calls = fallback, False
         while True:
             yield from self.source.skip_whitespace()
-            if has_calls and self.form.end is not None and (yield from self._read_closing_tag(self.form.end)):
+            if (
+                has_calls
+                and self.call_format.end is not None
+                and (yield from self._read_closing_tag(self.call_format.end))
+            ):
                 self.source.stop_recording()
                 return True
             # Several calls may follow one opening tag only if the format has a closing tag.
-            has_all_calls = has_calls and not (has_opening_tag and self.form.end)
+            has_all_calls = has_calls and not (has_opening_tag and self.call_format.end)
             if has_all_calls or not (yield from self.read_call(has_opening_tag=has_opening_tag)):
                 sink(self.source.stop_recording())
                 return has_calls
@@ -83,7 +87,7 @@ class CallReader(ABC, Generic[CallFormat]):
         is_complete = yield from self.source.read_json(self.collector.add_arguments)
         # If a tag cuts the arguments off, the call ends. If the end of the answer cuts them off, the call stays open.
         if is_complete or (yield from self.source.peek()):
-            self.collector.end_call(self.form.separator)
+            self.collector.end_call(self.call_format.separator)
 
     def report_call_at_end(self, name: str | None, arguments: str = "") -> ReadGenerator[bool]:
         """If the answer has ended and `name` is not None, reports the call and returns True. Else returns False."""
@@ -100,7 +104,7 @@ class JsonReader(CallReader[JsonCalls]):
     @property
     def begin_texts(self) -> tuple[str, ...]:
         """The opening tag, and { if the format allows calls without an opening tag."""
-        return (self.form.begin, "{") if self.form.may_omit_begin else (self.form.begin,)
+        return (self.call_format.begin, "{") if self.call_format.may_omit_begin else (self.call_format.begin,)
 
     def read_consecutive_calls(self, fallback: TextSink) -> ReadGenerator[bool]:
         """See `CallReader`. If an object is not a call, the objects inside it are not calls either."""
@@ -124,7 +128,7 @@ class JsonReader(CallReader[JsonCalls]):
                 name = yield from source.read_string(MAX_NAME_LENGTH)
                 if not self.accepts_name(name, has_opening_tag=has_opening_tag):
                     return False
-            elif key in self.form.argument_keys:
+            elif key in self.call_format.argument_keys:
                 if name is not None and (yield from source.peek()) == "{":
                     yield from self.stream_call(name)
                     yield from self._skip_remaining_keys()
@@ -142,7 +146,7 @@ class JsonReader(CallReader[JsonCalls]):
                 return (yield from self.report_call_at_end(name, arguments or ""))
         self.begin_call(name)
         self.collector.add_arguments(arguments or "{}")
-        self.collector.end_call(self.form.separator)
+        self.collector.end_call(self.call_format.separator)
         return True
 
     def _read_key(self) -> ReadGenerator[str | None]:
@@ -171,28 +175,31 @@ class FencedReader(CallReader[FencedCalls]):
     @property
     def begin_texts(self) -> tuple[str, ...]:
         """The opening tags of a block of calls and of a single call."""
-        return self.form.begin, self.form.call_begin
+        return self.call_format.begin, self.call_format.call_begin
 
     def read_call(self, *, has_opening_tag: bool) -> ReadGenerator[bool]:
         """Reads one call with its tags."""
-        source, form = self.source, self.form
-        if not (yield from source.read_literal(form.call_begin)):
+        source, call_format = self.source, self.call_format
+        if not (yield from source.read_literal(call_format.call_begin)):
             return False
-        kind = yield from source.read_name(form.name_begin)
-        if kind is None or kind.strip() != form.kind:
+        kind = yield from source.read_name(call_format.name_begin)
+        if kind is None or kind.strip() != call_format.kind:
             return False
         name = yield from source.read_name("\n")
         name = name and name.strip()
         if name is None or not self.accepts_name(name, has_opening_tag=has_opening_tag):
             return False
         yield from source.skip_whitespace()
-        if not ((yield from source.read_literal(form.fence_begin)) or source.read_truncated_literal(form.fence_begin)):
-            yield from source.read_literal(form.fence_end)
+        if not (
+            (yield from source.read_literal(call_format.fence_begin))
+            or source.read_truncated_literal(call_format.fence_begin)
+        ):
+            yield from source.read_literal(call_format.fence_end)
         yield from source.skip_whitespace()
         if (yield from source.peek()) != "{":
             return (yield from self.report_call_at_end(name))
         yield from self.stream_call(name)
-        for tag in (form.fence_end, form.call_end):
+        for tag in (call_format.fence_end, call_format.call_end):
             yield from source.skip_whitespace()
             yield from self._read_closing_tag(tag)
         return True
@@ -204,26 +211,26 @@ class XmlReader(CallReader[XmlCalls]):
     @property
     def begin_texts(self) -> tuple[str, ...]:
         """The opening tags of a block of calls and of a single call: some models omit the tags of the block."""
-        return self.form.begin, self.form.call_begin
+        return self.call_format.begin, self.call_format.call_begin
 
     def read_call(self, *, has_opening_tag: bool) -> ReadGenerator[bool]:
         """Reads the element of one call."""
-        source, form = self.source, self.form
-        if not (yield from source.read_literal(form.call_begin)):
+        source, call_format = self.source, self.call_format
+        if not (yield from source.read_literal(call_format.call_begin)):
             return False
-        name = yield from source.read_name(form.name_end)
+        name = yield from source.read_name(call_format.name_end)
         name = name and name.strip()
         if name is None or not self.accepts_name(name, has_opening_tag=has_opening_tag):
             return False
         yield from source.skip_whitespace()
-        if (yield from source.read_literal(form.call_end)):
+        if (yield from source.read_literal(call_format.call_end)):
             self.begin_call(name)
             return self._close_call("{}")
         # JSON text to report before the next key: "{" before the first parameter, then ", ".
         separator, next_key = "{", None
         missing_keys = list_declared_parameters(self.schemas.get(name))
-        while next_key is not None or (yield from source.read_literal(form.parameter_begin)):
-            key = next_key if next_key is not None else (yield from source.read_name(form.key_end))
+        while next_key is not None or (yield from source.read_literal(call_format.parameter_begin)):
+            key = next_key if next_key is not None else (yield from source.read_name(call_format.key_end))
             if key is None:
                 break
             if separator == "{":
@@ -240,10 +247,10 @@ class XmlReader(CallReader[XmlCalls]):
             # The recorded text is content if neither another parameter nor the closing tag of the call follows.
             source.start_recording()
             yield from source.skip_whitespace()
-        if separator != "{" and (yield from source.read_literal(form.call_end)):
+        if separator != "{" and (yield from source.read_literal(call_format.call_end)):
             source.stop_recording()
             return self._close_call("}")
-        source.read_truncated_literal(form.parameter_begin, form.call_end)
+        source.read_truncated_literal(call_format.parameter_begin, call_format.call_end)
         if separator == "{":
             return (yield from self.report_call_at_end(name))
         text_after_parameter = source.stop_recording()
@@ -258,19 +265,19 @@ class XmlReader(CallReader[XmlCalls]):
         missing_keys: parameters of the function that the call does not have yet.
         Returns (value, next_key). If the next parameter begins before the closing tag, next_key is its name.
         """
-        source, form = self.source, self.form
+        source, call_format = self.source, self.call_format
         value: list[str] = []
         while True:
-            tag = yield from source.read_until((form.parameter_end, form.parameter_begin), value.append)
+            tag = yield from source.read_until((call_format.parameter_end, call_format.parameter_begin), value.append)
             if tag is None:
                 return None
             source.start_recording()
             yield from source.read_literal(tag)
-            if tag == form.parameter_end:
+            if tag == call_format.parameter_end:
                 return "".join(value), None
-            next_key = yield from source.read_name(form.key_end)
+            next_key = yield from source.read_name(call_format.key_end)
             if next_key is not None and next_key.strip() in missing_keys:
-                return "".join(value) if form.wraps_values_in_line_breaks else "".join(value).rstrip(
+                return "".join(value) if call_format.wraps_values_in_line_breaks else "".join(value).rstrip(
                     WHITESPACE
                 ), next_key
             value.append(source.stop_recording())
@@ -278,23 +285,23 @@ class XmlReader(CallReader[XmlCalls]):
     def _close_call(self, brace: str) -> bool:
         """Reports `brace`, which ends the arguments, and the end of the call. Returns True, like `read_call`."""
         self.collector.add_arguments(brace)
-        self.collector.end_call(self.form.separator)
+        self.collector.end_call(self.call_format.separator)
         return True
 
     def _parameter_json(self, name: str, key: str, value: str) -> str:
-        if self.form.wraps_values_in_line_breaks:
+        if self.call_format.wraps_values_in_line_breaks:
             value = value.removeprefix("\n").removesuffix("\n")
         return to_parameter_json(value, self.schemas.get(name), key)
 
 
 def make_reader(
-    form: ToolCallFormat, source: Source, collector: EventCollector, schemas: SchemasByFunction
+    call_format: ToolCallFormat, source: Source, collector: EventCollector, schemas: SchemasByFunction
 ) -> CallReader[Any]:
     """Returns the reader for a format."""
-    match form:
+    match call_format:
         case JsonCalls():
-            return JsonReader(form, source, collector, schemas)
+            return JsonReader(call_format, source, collector, schemas)
         case FencedCalls():
-            return FencedReader(form, source, collector, schemas)
+            return FencedReader(call_format, source, collector, schemas)
         case XmlCalls():
-            return XmlReader(form, source, collector, schemas)
+            return XmlReader(call_format, source, collector, schemas)

@@ -110,7 +110,7 @@ class Parser:
             return
         self.has_reasoning = self._in_reasoning = True
         call_reader = self._call_reader
-        if call_reader is not None and not call_reader.form.ends_reasoning:
+        if call_reader is not None and not call_reader.call_format.ends_reasoning:
             call_reader = None
         tags = (reasoning_format.end, *call_reader.begin_texts) if call_reader is not None else (reasoning_format.end,)
         while (tag := (yield from source.read_until(tags, collector.add_reasoning))) is not None:

@@ -1,6 +1,7 @@
 """Reads text that arrives in pieces. The results do not depend on where the pieces end.
 
-Methods that read are generators, which yield when they need more text. The total time is linear in the text's length.
+Most methods that read are generators, which yield when they need more text. The total time is linear in the length of
+the text.
 """
 
 from collections.abc import Callable, Generator, Sequence
@@ -171,7 +172,7 @@ class Source:
     def read_json(self, sink: Callable[[str], None], max_length: int | None = None) -> ReadGenerator[bool]:
         """Passes a JSON object, array or string to `sink`, piece by piece. Returns whether the value was complete.
 
-        Checks strings and brackets only; other mistakes of the model go to `sink` unchanged.
+        Tracks only strings and the nesting depth. Other errors in the model's JSON go to `sink` unchanged.
         Outside strings, reading stops before a character of STRING_ONLY_CHARACTERS.
         max_length: maximum number of characters; None for no limit. With a limit, reading also stops before a line
             break in a string.

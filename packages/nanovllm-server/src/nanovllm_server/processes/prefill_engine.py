@@ -15,9 +15,9 @@ from nanovllm_server.settings import TransferSettings
 SECRET_BYTES = 32
 FIRST_BACKOFF_S = 1.0  # delay of the first restart; each further delay is twice the last, up to MAX_BACKOFF_S
 MAX_BACKOFF_S = 60.0
-# After an engine served for this time, the next restart has the first delay again.
+# If an engine served for at least this time before it died, the next restart has the delay FIRST_BACKOFF_S again.
 STABLE_RUN_S = 60.0
-POLL_INTERVAL_S = 0.25  # between checks for an engine's death
+POLL_INTERVAL_S = 0.25  # time between two checks for an engine's death
 
 
 class TransferDirectory:

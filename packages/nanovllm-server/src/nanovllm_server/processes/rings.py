@@ -42,7 +42,8 @@ class RingMemory:
     def rings(self) -> list["Ring"]:
         """Maps the memory into this process, and returns the rings."""
         stride = _POSITIONS_BYTES + self._ring_bytes
-        # MAP_POPULATE allocates the pages now. If the first messages did this, they would take several times as long.
+        # MAP_POPULATE allocates the pages now. Otherwise, the first messages would allocate the pages, and would take
+        # several times as long.
         flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
         memory = memoryview(mmap.mmap(self._descriptor, self._num_rings * stride, flags))
         return [Ring(memory[index * stride : (index + 1) * stride]) for index in range(self._num_rings)]

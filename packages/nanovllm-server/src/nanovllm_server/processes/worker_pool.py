@@ -9,7 +9,7 @@ from nanovllm_server.processes.worker_main import run_worker
 from nanovllm_server.processes.worker_protocol import StartFailure, WorkerArguments, WorkerOrder, WorkerReport
 from nanovllm_server.settings import SettingsError
 
-MAX_HEARTBEAT_INTERVAL_S = 1.0  # between two calls of `ask_if_alive` for one worker
+MAX_HEARTBEAT_INTERVAL_S = 1.0  # maximum time between two calls of `ask_if_alive` for one worker
 # Maximum time from a replacement's start until the replacement can serve.
 START_TIMEOUT_S = 120.0
 # If a worker ran for at least this time before it died, the replacement starts without a delay.
@@ -53,7 +53,7 @@ class WorkerProcess:
                 self._on_exit()
 
     def ask_if_alive(self) -> None:
-        """Asks the worker's event loop to answer. Requires `has_answered`: unanswered questions may fill the pipe."""
+        """Asks the worker's event loop to answer. Requires `has_answered`: unanswered orders may fill the pipe."""
         self.has_answered = False
         self.send_order("report_alive")
 

@@ -51,7 +51,7 @@ def _read_message(fields: FieldReader) -> Message:
     role = fields.one_of("role", ROLES)
     if role is None:
         raise fields.wrong("role", "one of " + ", ".join(f'"{name}"' for name in ROLES))
-    # Checks the types of these fields for every role, although some roles ignore the values.
+    # Check the types of these fields for every role, although some roles ignore the values.
     name, tool_call_id = fields.text("name"), fields.text("tool_call_id")
     calls = _read_tool_calls(fields)
     # DeepSeek's clients send `reasoning_content`.
@@ -70,7 +70,7 @@ def _read_message(fields: FieldReader) -> Message:
 def read_content(fields: FieldReader, *, is_from_assistant: bool) -> str | None:
     """Reads the field `content`: a string or text parts. Raises ApiError.
 
-    is_from_assistant: null and refusal parts are allowed.
+    is_from_assistant: the content may be null, and may have refusal parts.
     """
     content = fields.raw("content", {"type": ["string", "array"], "minItems": 1})
     # An assistant's content is null if an answer has no text, for example if the reasoning did not end.
@@ -78,7 +78,7 @@ def read_content(fields: FieldReader, *, is_from_assistant: bool) -> str | None:
         return content
     if not isinstance(content, list) or not content:
         raise fields.wrong("content", "a string or a non-empty array of text parts")
-    # Joins text parts with line breaks, as other servers do.
+    # Join text parts with line breaks, as other servers do.
     expected = 'an object like {"type": "text", "text": "..."}'
     return "\n".join(
         _read_text_part(fields.element("content", index, part, expected), is_from_assistant=is_from_assistant)

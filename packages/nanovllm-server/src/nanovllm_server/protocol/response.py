@@ -114,7 +114,7 @@ class Envelope:
             "created": self.created,
             "model": self.model,
             "system_fingerprint": SYSTEM_FINGERPRINT,
-            "choices": [_complete_choice(deltas) for deltas in choices],
+            "choices": [_join_choice(deltas) for deltas in choices],
             "usage": usage.body(),
         }
         if self.prompt_token_ids is not None:
@@ -177,18 +177,18 @@ def make_chunk_choices(delta: Delta, *, is_first: bool) -> list[ChunkChoice]:
         choice_deltas.append({"reasoning": delta.reasoning, "reasoning_content": delta.reasoning})
     if delta.text:
         choice_deltas.append({"content": delta.text})
-    choice_deltas.extend({"tool_calls": [_tool_call_delta(call)]} for call in delta.calls)
+    choice_deltas.extend({"tool_calls": [_make_tool_call_delta(call)]} for call in delta.calls)
     logprobs: ChoiceLogprobs | None = {"content": [*delta.logprobs], "refusal": None} if delta.logprobs else None
     choices: list[ChunkChoice] = []
     if is_first:
         # As in a complete answer, the content is null if the choice begins with reasoning or a call.
         content = None if delta.reasoning or delta.has_null_content or (delta.calls and not delta.text) else ""
-        choices.append(_chunk_choice(delta.index, {"role": "assistant", "content": content}, None))
+        choices.append(_make_chunk_choice(delta.index, {"role": "assistant", "content": content}, None))
     for choice_delta in choice_deltas:
-        choices.append(_chunk_choice(delta.index, choice_delta, logprobs))
+        choices.append(_make_chunk_choice(delta.index, choice_delta, logprobs))
         logprobs = None
     if delta.finish_reason is not None:
-        last_choice = _chunk_choice(delta.index, {}, logprobs)
+        last_choice = _make_chunk_choice(delta.index, {}, logprobs)
         last_choice["finish_reason"], last_choice["stop_reason"] = delta.finish_reason, delta.stop_reason
         choices.append(last_choice)
     if delta.token_ids is not None:
@@ -219,12 +219,12 @@ def model_body(name: str, names: Sequence[str], created_s: int, max_model_len: i
     }
 
 
-def _complete_choice(deltas: Sequence[Delta]) -> Choice:
+def _join_choice(deltas: Sequence[Delta]) -> Choice:
     last_delta = deltas[-1]
     logprob_entries = [entry for delta in deltas for entry in delta.logprobs or ()]
     body: Choice = {
         "index": last_delta.index,
-        "message": _message(deltas),
+        "message": _join_message(deltas),
         "logprobs": None if last_delta.logprobs is None else {"content": logprob_entries, "refusal": None},
         "finish_reason": cast(ChoiceFinishReason, last_delta.finish_reason),
         "stop_reason": last_delta.stop_reason,
@@ -234,9 +234,9 @@ def _complete_choice(deltas: Sequence[Delta]) -> Choice:
     return body
 
 
-def _message(deltas: Sequence[Delta]) -> AnswerMessage:
+def _join_message(deltas: Sequence[Delta]) -> AnswerMessage:
     reasoning = "".join(delta.reasoning for delta in deltas)
-    calls = _complete_calls(call for delta in deltas for call in delta.calls)
+    calls = _join_calls(call for delta in deltas for call in delta.calls)
     content: str | None = "".join(delta.text for delta in deltas)
     if not content and (reasoning or calls or deltas[-1].has_null_content):
         content = None
@@ -248,7 +248,7 @@ def _message(deltas: Sequence[Delta]) -> AnswerMessage:
     return message
 
 
-def _complete_calls(deltas: Iterable[CallDelta]) -> list[ToolCall]:
+def _join_calls(deltas: Iterable[CallDelta]) -> list[ToolCall]:
     first_delta_by_call: dict[int, CallDelta] = {}
     arguments_by_call: dict[int, list[str]] = {}
     for delta in deltas:
@@ -261,12 +261,12 @@ def _complete_calls(deltas: Iterable[CallDelta]) -> list[ToolCall]:
     return calls
 
 
-def _tool_call_delta(call: CallDelta) -> ToolCallDelta:
+def _make_tool_call_delta(call: CallDelta) -> ToolCallDelta:
     if call.name is None:
         return {"index": call.index, "function": {"arguments": call.arguments}}
     function: FunctionCallDelta = {"name": call.name, "arguments": call.arguments}
     return {"index": call.index, "id": cast(str, call.id), "type": "function", "function": function}
 
 
-def _chunk_choice(index: int, delta: ChoiceDelta, logprobs: ChoiceLogprobs | None) -> ChunkChoice:
+def _make_chunk_choice(index: int, delta: ChoiceDelta, logprobs: ChoiceLogprobs | None) -> ChunkChoice:
     return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}

@@ -43,7 +43,7 @@ def parse_template_options(body: FieldReader, reasoning: ReasoningOptions) -> Te
 
 
 def _read_variables(body: FieldReader, reasoning: ReasoningOptions) -> dict[str, JSON]:
-    # Sets both variables, because some templates read `reasoning_effort` and others `enable_thinking`.
+    # Set both variables: some templates read `reasoning_effort`, and other templates read `enable_thinking`.
     values: dict[str, JSON] = {"reasoning_effort": reasoning.effort, "enable_thinking": reasoning.is_enabled}
     variables = {name: value for name, value in values.items() if value is not None}
     template_kwargs = body.raw("chat_template_kwargs", {"type": "object"})

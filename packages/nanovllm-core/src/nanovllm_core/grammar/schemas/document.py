@@ -159,7 +159,7 @@ def escape_pointer_part(name: str) -> str:
 
 def check_schema_size(schema: JSON, place: str) -> None:
     """Raises SchemaError if the schema is too large or too deep."""
-    # A loop, because recursion into a deep schema would overflow the stack.
+    # Use a loop, because recursion into a deep schema would overflow the stack.
     level: list[JSON] = [schema]
     num_values = size_bytes = depth = 0
     while level:

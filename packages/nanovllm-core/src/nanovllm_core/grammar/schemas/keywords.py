@@ -26,8 +26,8 @@ from nanovllm_core.grammar.schemas.shapes import (
     StringShape,
 )
 
-# Maximum value of a count such as minItems (larger values are lowered), maximum number of names in one keyword, and
-# maximum number of values in an enum.
+# Counts above MAX_COUNT, for example of minItems, are lowered to MAX_COUNT. MAX_NAMES limits the names in one keyword.
+# MAX_CONSTANTS limits the values of an enum.
 MAX_COUNT = 2**31 - 1
 MAX_NAMES = 2_000
 MAX_CONSTANTS = 2_000
@@ -57,7 +57,7 @@ def read_shapes(resolver: ShapeResolver, entry: LocatedSchema | Negation) -> tup
 
 
 class _KeywordReader:
-    """Reads the keywords of one schema. A conjunction is a set of schemas: a value must satisfy all of them."""
+    """Reads the keywords of one schema. A conjunction is a set of schemas: a value must satisfy every schema."""
 
     def __init__(self, resolver: ShapeResolver, located: LocatedSchema):
         if not isinstance(located.schema, dict):
@@ -378,9 +378,9 @@ class _KeywordReader:
 def _without_undeclared_properties(shape: Shape) -> Shape:
     """Restricts an object shape to declared and required properties. Returns other shapes unchanged."""
     if isinstance(shape, ObjectShape) and shape.rest is None and not shape.patterns and shape.properties:
-        known = dict(shape.properties)
-        required_names = tuple((name, ()) for name in shape.required if name not in known)
+        declared = dict(shape.properties)
+        undeclared_required = tuple((name, ()) for name in shape.required if name not in declared)
         return replace(
-            shape, properties=shape.properties + required_names, rest=FALSE_SCHEMA, omits_allowed_values=True
+            shape, properties=shape.properties + undeclared_required, rest=FALSE_SCHEMA, omits_allowed_values=True
         )
     return shape

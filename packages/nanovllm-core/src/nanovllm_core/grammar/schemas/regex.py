@@ -120,7 +120,7 @@ class _Parser:
         return self.text[self.position : self.position + count]
 
     def skip(self, word: str) -> bool:
-        """Skip `word` if the remaining pattern begins with `word`. Returns whether it does."""
+        """Skip `word` if the remaining pattern begins with `word`. Returns whether `word` was skipped."""
         if self.text.startswith(word, self.position):
             self.position += len(word)
             return True
@@ -386,7 +386,7 @@ def _count_states(node: Node) -> int:
         case Concatenation(parts) | Alternation(parts):
             return 1 + sum(_count_states(part) for part in parts)
         case Repeat(CharacterSet()):
-            # xgrammar has a repetition counter for a single character, so it does not copy the state of the character.
+            # xgrammar counts the repetitions of a single character, and does not copy the state of the character.
             return 2
         case Repeat(part, low, high):
             return 1 + _count_states(part) * max(low, high or 1, 1)

@@ -25,7 +25,7 @@ MAX_SUBSCHEMAS = 5_000
 # Maximum depth of subschemas that are written in place. Deeper subschemas are written to `$defs`.
 # xgrammar's time for a subschema grows with this depth. A definition adds a rule to the grammar.
 MAX_INLINE_DEPTH = 6
-# When xgrammar tests whether two schemas are equal, it ignores properties with these names.
+# xgrammar ignores properties with these names when it tests whether two schemas are equal.
 IGNORED_PROPERTY_NAMES = frozenset(
     ("title", "default", "description", "examples", "deprecated", "readOnly", "writeOnly", "$comment", "$schema")
 )
@@ -80,7 +80,7 @@ def _find_satisfiable_conjunctions(plans_by_conjunction: PlansByConjunction) -> 
     has_grown = True
     while has_grown:
         has_grown = False
-        # Most inner conjunctions were planned after the outer ones. In reverse, few passes suffice.
+        # Most inner conjunctions were planned after the outer ones. In reverse order, few passes suffice.
         for conjunction, value_plans in reversed(plans_by_conjunction.items()):
             if conjunction not in satisfiable and any(_has_value(plan, satisfiable) for plan in value_plans or ()):
                 satisfiable.add(conjunction)

@@ -1,7 +1,7 @@
 """Defines shapes. A shape describes values of one JSON type. A schema allows the values of all its shapes.
 
-A shape refers to the schemas of its items and properties by number. If it contained the shapes of these schemas, the
-shape of a recursive schema would never end.
+A shape refers to the schemas of its items and properties by number. If a shape contained the shapes of these schemas,
+the shape of a recursive schema would never end.
 A bound of None means no limit.
 """
 

@@ -42,8 +42,8 @@ def plan_undeclared_properties(
         if not declared:
             return [], [(None, rest)]
         resolver.num_open_objects += 1
-        is_one_of_many = resolver.num_open_objects > MAX_EXACT_OBJECTS
-        names = exclude_strings(declared, MAX_LATER_TRIE_PREFIXES if is_one_of_many else MAX_TRIE_PREFIXES)
+        is_later_object = resolver.num_open_objects > MAX_EXACT_OBJECTS
+        names = exclude_strings(declared, MAX_LATER_TRIE_PREFIXES if is_later_object else MAX_TRIE_PREFIXES)
         return [], [(write_pattern(names), rest)]
     named: list[tuple[str, Conjunction, bool]] = []
     patterns: list[tuple[str | None, Conjunction]] = []

@@ -341,16 +341,18 @@ def _plan_unique_items(
 
 
 def _plan_objects(resolver: ShapeResolver, shape: ObjectShape, place: str) -> list[Plan]:
-    known = dict(shape.properties)
-    missing = tuple((name, resolver.schemas_of_property(shape, name)) for name in shape.required if name not in known)
-    shape = replace(shape, properties=shape.properties + missing)
+    declared = dict(shape.properties)
+    undeclared_required = tuple(
+        (name, resolver.schemas_of_property(shape, name)) for name in shape.required if name not in declared
+    )
+    shape = replace(shape, properties=shape.properties + undeclared_required)
     named = [(name, resolver.schemas_of_property(shape, name), name in shape.required) for name, _ in shape.properties]
     if any(conjunction == FALSE_SCHEMA and is_required for _, conjunction, is_required in named):
         return []
     named = [prop for prop in named if prop[1] != FALSE_SCHEMA]
     rest = shape.rest
     if rest is None:
-        # No keyword mentions undeclared properties. If properties are declared and suffice for `low`, allow no others.
+        # No keyword mentions undeclared properties. If properties are declared and suffice for `low`, allow only these.
         rest = FALSE_SCHEMA if (shape.properties or shape.patterns) and shape.low <= len(named) else ()
     name_patterns: list[tuple[str | None, Conjunction]] = []
     if shape.high is None or shape.high > 0:

@@ -182,8 +182,8 @@ def _plan_work_lists(
             num_head_blocks=num_kv_heads,
             num_tokens=num_tokens,
         )
-        # FlashAttention computes all requests, and the list is empty, if three things hold: each request has several
-        # queries, at most `max_excluded` requests exist, and no request can have `min_context` tokens before this step.
+        # The list can have work if at least one condition holds: a request may have one query, more than `max_excluded`
+        # requests exist, or a request may have `min_context` tokens before this step.
         may_have_work = (
             query_lens.start == 1
             or len(batch.seq_lens) > request_filter.max_excluded
@@ -210,7 +210,7 @@ def best_page_size(head_dim: int, cache_dtype: torch.dtype, backend: Backend) ->
 
 
 def min_tokens_of_whole_prompt_graphs(kv_cache: Tensor, backend: Backend) -> int | None:
-    """Return the size in tokens of the smallest CUDA graph in which whole prompts read the step's keys, not the cache.
+    """Return the minimum size, in tokens, of CUDA graphs in which whole prompts read the step's keys, not the cache.
 
     A whole prompt has all of its tokens in the step. None: whole prompts always read the cache.
     """

@@ -177,9 +177,9 @@ def _arrives_last(shape: cutlass.Constexpr, exchange: cutlass.Constexpr, counter
     if exchange.thread == 0:
         counter_ptr = exchange.counters + (counter_index * exchange.num_kv_heads + exchange.kv_head)
         # Release the writes of this CTA, and acquire the writes of the other CTAs.
-        arrived = arch.atomic_add(counter_ptr, Int32(1), sem="acq_rel", scope="gpu")
-        exchange.row_addresses[shape.num_warps] = arrived
-        if arrived == num_arrivals - 1:
+        num_arrived_before = arch.atomic_add(counter_ptr, Int32(1), sem="acq_rel", scope="gpu")
+        exchange.row_addresses[shape.num_warps] = num_arrived_before
+        if num_arrived_before == num_arrivals - 1:
             cute.make_tensor(counter_ptr, cute.make_layout(1))[0] = Int32(0)
     arch.sync_threads()
     return exchange.row_addresses[shape.num_warps] == num_arrivals - 1

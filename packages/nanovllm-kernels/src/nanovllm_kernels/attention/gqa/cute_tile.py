@@ -64,7 +64,10 @@ class DecodeShape:
 
     @property
     def keys_bytes(self) -> int:
-        """Bytes of a slice's keys, which precede the values. The first rows of all tokens precede the second rows."""
+        """Bytes of a slice's keys. In a slot, the keys precede the values.
+
+        A token has `rows_per_token` rows. The first rows of all tokens precede the second rows of all tokens.
+        """
         return SLICE_TOKENS * self.rows_per_token * ROW_BYTES
 
     @property

@@ -93,12 +93,12 @@ def _attend_prefill(
     kv = gather_pages(kv_cache, kv_scales, prefill.pages, q.dtype).view(1, -1, heads_per_slot, head_dim)
     k, v = kv[:, : prefill.length].transpose(1, 2).chunk(2, 1)
     num_queries = len(q)
-    padded_queries = num_keys = round_up_tokens(num_queries, q.dtype)
+    num_padded_queries = num_keys = round_up_tokens(num_queries, q.dtype)
     if prefill.mask is not None:
-        padded_queries, num_keys = prefill.mask.shape
+        num_padded_queries, num_keys = prefill.mask.shape
     # No query sees the padded keys: the mask hides these keys, or causal attention does. Pad with zeros instead of
     # unfilled slots: a slot may hold NaN, and a weight of 0 times NaN is NaN.
-    queries = _pad_tokens(q.transpose(0, 1).unsqueeze(0), padded_queries)
+    queries = _pad_tokens(q.transpose(0, 1).unsqueeze(0), num_padded_queries)
     out = functional.scaled_dot_product_attention(
         queries,
         _pad_tokens(k, num_keys),

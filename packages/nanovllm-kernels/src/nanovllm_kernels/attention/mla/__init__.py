@@ -205,11 +205,13 @@ def _latent_attention_op(
     """
     from nanovllm_kernels.attention.mla import triton_absorbed
 
-    paged = PagedRequests(kv_cache, kv_scales, block_tables, seq_lens, query_start_loc)
+    requests = PagedRequests(kv_cache, kv_scales, block_tables, seq_lens, query_start_loc)
     out = _allocate_results(q_latent)
-    for work, many in ((narrow_work, False), (wide_work, True)):
+    for work, many_queries in ((narrow_work, False), (wide_work, True)):
         if work:
-            triton_absorbed.attend_to_latents(q_latent, q_rope, paged, WorkList(*work), scale, out, many_queries=many)
+            triton_absorbed.attend_to_latents(
+                q_latent, q_rope, requests, WorkList(*work), scale, out, many_queries=many_queries
+            )
     return out
 
 

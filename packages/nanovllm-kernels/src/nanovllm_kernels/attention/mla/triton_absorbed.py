@@ -1,4 +1,4 @@
-"""Computes absorbed latent attention of a work list on CUDA, for requests with any number of queries.
+"""Computes absorbed attention (directly over latents) of a work list on CUDA, for requests with any number of queries.
 
 A tile holds the queries of many heads at a few positions of one request. These heads share the loads of latents.
 On Hopper, `gluon_absorbed` computes the work lists of models with many heads.

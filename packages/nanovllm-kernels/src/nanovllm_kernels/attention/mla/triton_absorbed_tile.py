@@ -1,4 +1,4 @@
-"""Provides device functions of absorbed latent attention, for a tile of queries over blocks of paged latents.
+"""Provides device functions of absorbed attention: a tile of queries attends directly to blocks of paged latents.
 
 The latents of a block are both keys and values. In an FP8 cache, a latent and its rotated key part share one scale.
 """

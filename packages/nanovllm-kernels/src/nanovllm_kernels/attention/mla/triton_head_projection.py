@@ -86,7 +86,7 @@ def _project_heads(
     weight_ptr += head * weight_stride_head + columns[None, :] * weight_stride_n
     out_ptr += head * out_stride_head + columns[None, :]
     num_projected = tl.minimum(tl.load(num_projected_ptr), num_tokens)
-    # If K fits BLOCK_K, the weight stays in registers, and loads of tokens overlap the products.
+    # If K is at most BLOCK_K, the weight stays in registers, and loads of tokens overlap the products.
     if K <= BLOCK_K:
         weight_mask = (ks < K)[:, None] & (columns < N)[None, :]
         weight = tl.load(weight_ptr + ks[:, None] * weight_stride_k, mask=weight_mask, other=0.0)

@@ -35,8 +35,8 @@ class AttentionBatch:
     cute_tiles: `QueryTiles.queries`, with which the CuTe DSL kernel computes all requests. None: the kernel computes
         only requests with one query.
     num_absorbed_tokens: int32 [1], number of leading tokens that may need attention over latents (absorbed attention).
-        Later tokens are padding, or belong to requests without cached tokens, which attend to this step's keys only.
-        None: all tokens.
+        Later tokens are padding, or belong to requests without cached tokens. Such requests attend to this step's
+        keys only. None: all tokens.
     """
 
     block_tables: Tensor
@@ -68,7 +68,7 @@ class AttentionBatch:
         return replace(self, torch_plan=plan_gathers(*request_tensors, num_decodes, page_size, dtype))
 
     def check_element_size(self, q: Tensor, kv_cache: Tensor) -> None:
-        """Raise ValueError if the work lists were planned for another element size than that of `q` and `kv_cache`."""
+        """Raise ValueError if the work lists were not planned for the element sizes of `q` and `kv_cache`."""
         element_bytes = tile_configs.tile_element_bytes(q.element_size(), kv_cache.element_size())
         if element_bytes != self.work_element_bytes:
             raise ValueError(f"the batch was not planned for queries of {q.dtype}: pass dtype={q.dtype} to the plan")

@@ -39,7 +39,8 @@ class PrefillRequest(NamedTuple):
     begin: index of the request's first query in the step.
     end: index after the request's last query in the step.
     mask: [queries, tokens], 0 for visible tokens, -inf for others. If the mask is bf16, both dimensions are padded to
-        multiples of BF16_PADDED_TOKENS. None: attention is causal, and all tokens are in the step.
+        multiples of BF16_PADDED_TOKENS. None: all of the requests' tokens are queries of this step, so causal
+        attention needs no mask.
     """
 
     begin: int

@@ -31,8 +31,8 @@ class TileConfig(NamedTuple):
         return min(255, SM_REGISTERS // (32 * self.num_warps * self.ctas_per_sm) // 8 * 8)
 
 
-# Tiles of grouped-query attention, by padded head size. Narrow tiles are for few queries per request, wide tiles for
-# many.
+# Tiles of grouped-query attention, by padded head size. Narrow tiles are for few queries per request. Wide tiles are
+# for many queries per request.
 NARROW_16_BIT = {64: TileConfig(16, 128, 4, 5, 3), 128: TileConfig(16, 128, 4, 3, 2), 256: TileConfig(16, 32, 4, 5, 3)}
 WIDE_16_BIT = {64: TileConfig(128, 64, 4, 3, 2), 128: TileConfig(128, 64, 8, 3, 1), 256: TileConfig(64, 32, 4, 2, 1)}
 # Tiles for FP8 caches. Kernels convert the elements to float16.

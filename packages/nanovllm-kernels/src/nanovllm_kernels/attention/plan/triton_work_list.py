@@ -98,15 +98,15 @@ def _plan_work(
         `work_list._plan_work_op`.
     """
     lanes = tl.arange(0, BLOCK)
-    # Requests with few queries and a long context (`is_short`) stay in the list if they have fewer than `query_limit`
-    # queries in total. Count these queries. A limit of 0 excludes all requests with several queries.
-    num_short_queries = 0
+    # Candidates are requests with few queries and a long context. They stay in the list if they have fewer than
+    # `query_limit` queries in total. Count these queries. A limit of 0 excludes all requests with several queries.
+    num_candidate_queries = 0
     for first in tl.range(0, num_reqs, BLOCK):
         requests = first + lanes
         query_lens, context_lens = _load_lengths(seq_lens_ptr, query_start_loc_ptr, requests, requests < num_reqs)
-        is_short = (query_lens > 1) & (query_lens < query_limit) & (context_lens >= min_context)
-        num_short_queries += tl.sum(tl.where(is_short, query_lens, 0), 0)
-    query_limit = tl.where(num_short_queries < query_limit, query_limit, 0)
+        is_candidate = (query_lens > 1) & (query_lens < query_limit) & (context_lens >= min_context)
+        num_candidate_queries += tl.sum(tl.where(is_candidate, query_lens, 0), 0)
+    query_limit = tl.where(num_candidate_queries < query_limit, query_limit, 0)
 
     # Store the total number of tiles up to the end of each request.
     num_tiles = 0

@@ -59,9 +59,11 @@ class ConversationRunner:
 
     async def _run_returns(self, client: CaseClient, repetition: int) -> Repetition:
         sizes, semaphore = self._sizes, asyncio.Semaphore(self._sizes.concurrency)
-        names = [f"returns {repetition} {index}" for index in range(sizes.conversations)]
+        conversation_names = [f"returns {repetition} {index}" for index in range(sizes.conversations)]
         # Make all texts before the first request, so that no request waits for its text.
-        prompts_and_pauses = [(self._turn_prompts(sizes.turns, name), self._think_times(name)) for name in names]
+        prompts_and_pauses = [
+            (self._turn_prompts(sizes.turns, name), self._think_times(name)) for name in conversation_names
+        ]
         conversations = await asyncio.gather(
             *(self._converse(client, semaphore, prompts, pauses_s) for prompts, pauses_s in prompts_and_pauses)
         )
@@ -74,15 +76,19 @@ class ConversationRunner:
 
     async def _run_burst(self, client: CaseClient, repetition: int) -> Repetition:
         sizes, semaphore = self._sizes, asyncio.Semaphore(self._sizes.concurrency)
-        names = [f"{repetition} {index}" for index in range(sizes.burst)]
-        turns_by_conversation = [self._turn_prompts(2, f"burst {name}") for name in names]
-        first = await asyncio.gather(
-            *(self._send_limited(client, semaphore, turns[0]) for turns in turns_by_conversation)
+        conversation_names = [f"{repetition} {index}" for index in range(sizes.burst)]
+        prompts_by_conversation = [self._turn_prompts(2, f"burst {name}") for name in conversation_names]
+        first_answers = await asyncio.gather(
+            *(self._send_limited(client, semaphore, prompts[0]) for prompts in prompts_by_conversation)
         )
         await asyncio.sleep(sizes.think_time_s)
-        returning = await self._send_at_once(client, [turns[1] for turns in turns_by_conversation])
-        cold = await self._send_at_once(client, [self._turn_prompts(2, f"burst cold {name}")[1] for name in names])
-        return Repetition([*map(list, zip(first, returning, strict=True))], cold, timed=returning)
+        returning_answers = await self._send_at_once(client, [prompts[1] for prompts in prompts_by_conversation])
+        cold_answers = await self._send_at_once(
+            client, [self._turn_prompts(2, f"burst cold {name}")[1] for name in conversation_names]
+        )
+        return Repetition(
+            [*map(list, zip(first_answers, returning_answers, strict=True))], cold_answers, timed=returning_answers
+        )
 
     async def _converse(
         self, client: CaseClient, semaphore: asyncio.Semaphore, prompts: Sequence[list[Message]], pauses_s: list[float]

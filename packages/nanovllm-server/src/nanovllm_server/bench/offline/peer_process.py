@@ -132,7 +132,8 @@ def run_peer(peer: Peer, job: PeerJob) -> PeerResult:
             )
         except OSError as error:
             raise BenchError(f"can't start the peer with {peer.python}: {error.strerror}") from error
-        # stdout ends only when all processes of the peer have closed it. When the peer exits, a thread kills the rest.
+        # stdout ends only when all processes of the peer have closed it. When the peer exits, a thread kills the other
+        # processes of the peer.
         killer_thread = threading.Thread(target=_kill_group_after_exit, args=(process,))
         with process:
             killer_thread.start()

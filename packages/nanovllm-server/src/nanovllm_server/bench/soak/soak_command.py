@@ -102,9 +102,12 @@ class SoakResult:
     def violations(self, max_growth_percent: float) -> list[str]:
         """Returns one text for each rule that the server broke."""
         counts = self.counts
-        grown = [memory for memory in self.lasting if memory.growth_percent >= max_growth_percent]
+        grown_processes = [memory for memory in self.lasting if memory.growth_percent >= max_growth_percent]
         return [
-            *(f"process {memory.pid} ({memory.role}) grew by {memory.growth_percent:.2f}%" for memory in grown),
+            *(
+                f"process {memory.pid} ({memory.role}) grew by {memory.growth_percent:.2f}%"
+                for memory in grown_processes
+            ),
             *(f"{name} is {value:g} on the idle server" for name, value in self.busy_gauges.items()),
             *([f"{counts.num_5xx} answers with a status of 5xx"] if counts.num_5xx else []),
             *([f"{len(counts.failures)} failed exchanges"] if counts.failures else []),
@@ -174,16 +177,16 @@ def _memory_table(result: SoakResult) -> Table:
 
 def _short_lived_rows(memories: list[ProcessMemory]) -> Table:
     """Returns one row per parent, for all its short-lived processes, such as those that check schemas."""
-    by_parent: dict[int, list[ProcessMemory]] = {}
+    memories_by_parent: dict[int, list[ProcessMemory]] = {}
     for memory in memories:
-        by_parent.setdefault(memory.parent_pid, []).append(memory)
+        memories_by_parent.setdefault(memory.parent_pid, []).append(memory)
     return [
         [
             *(f"{len(children)} others", str(parent_pid), children[0].role),
             str(sum(len(child.rss_bytes) for child in children)),
             *("", f"{max(max(child.rss_bytes) for child in children) / MIB:.1f}", "", "not lasting"),
         ]
-        for parent_pid, children in by_parent.items()
+        for parent_pid, children in memories_by_parent.items()
     ]
 
 

@@ -90,8 +90,8 @@ class TrafficSource:
         """Builds a request with a large schema, which the server has not compiled yet."""
         number = self.random.randrange(1_000_000)
         fields: JSON = {f"field{index}": {"type": "string"} for index in range(NUM_LARGE_OBJECT_FIELDS)}
-        inner: JSON = {"type": "object", "properties": fields}
-        properties: JSON = {f"object{number}_{index}": inner for index in range(NUM_LARGE_OBJECTS)}
+        object_schema: JSON = {"type": "object", "properties": fields}
+        properties: JSON = {f"object{number}_{index}": object_schema for index in range(NUM_LARGE_OBJECTS)}
         return _build_with_schema(self, {"type": "object", "properties": properties}, SUCCESS)
 
     def build_long_prompt_request(self, max_model_len: int) -> Exchange:

@@ -42,13 +42,13 @@ class WarmUp:
         self._samples: deque[tuple[float, Mapping[int, int]]] = deque()
         self._phase_start_time: float | None = None
 
-    def add_sample(self, now: float, num_bytes: Mapping[int, int]) -> None:
-        """Adds a sample of memory, and enters the next phase if this phase has ended. num_bytes: by process id."""
+    def add_sample(self, now: float, bytes_by_pid: Mapping[int, int]) -> None:
+        """Adds a sample of memory (bytes by process id), and enters the next phase if this phase has ended."""
         if self.phase is Phase.MEASURE:
             return
         if self._phase_start_time is None:
             self._phase_start_time = now
-        self._samples.append((now, num_bytes))
+        self._samples.append((now, bytes_by_pid))
         while self._samples[0][0] < now - self._min_flat_s:
             self._samples.popleft()
         self.is_flat = now - self._phase_start_time >= self._min_flat_s and self._max_growth() < MAX_FLAT_GROWTH_PERCENT
@@ -64,7 +64,7 @@ class WarmUp:
 
     def _max_growth(self) -> float:
         """Returns the largest growth of a process, in percent. Ignores processes that are not in all samples."""
-        samples = [num_bytes for _, num_bytes in self._samples]
+        samples = [bytes_by_pid for _, bytes_by_pid in self._samples]
         lasting_pids = set(samples[0]).intersection(*samples)
         memories = (ProcessMemory(pid, 0, "", [sample[pid] for sample in samples]) for pid in lasting_pids)
         return max((memory.growth_percent for memory in memories), default=0.0)

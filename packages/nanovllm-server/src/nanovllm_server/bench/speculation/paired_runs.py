@@ -61,10 +61,10 @@ class RunPair:
     @property
     def first_difference(self) -> int | None:
         """Index of the first token that differs; None if all token ids are equal."""
-        plain, drafted = self.plain.token_ids, self.drafted.token_ids
-        if plain == drafted:
+        plain_ids, drafted_ids = self.plain.token_ids, self.drafted.token_ids
+        if plain_ids == drafted_ids:
             return None
-        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(plain, drafted, strict=False)))
+        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(plain_ids, drafted_ids, strict=False)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,21 +167,23 @@ class PairRunner:
             position = pair.first_difference
             if position is None:
                 continue
-            plain, drafted = (
+            plain_token, drafted_token = (
                 run.token_ids[position] if position < len(run.token_ids) else None for run in (pair.plain, pair.drafted)
             )
-            margin = await self._measure_margin(prompt + pair.plain.token_ids[:position], plain, drafted)
-            differences.append(Difference(round_index, position, plain, drafted, margin))
+            margin = await self._measure_margin(prompt + pair.plain.token_ids[:position], plain_token, drafted_token)
+            differences.append(Difference(round_index, position, plain_token, drafted_token, margin))
         return differences
 
-    async def _measure_margin(self, prefix: tuple[int, ...], plain: int | None, drafted: int | None) -> float | None:
+    async def _measure_margin(
+        self, prefix: tuple[int, ...], plain_token: int | None, drafted_token: int | None
+    ) -> float | None:
         sampling = SamplingParams(max_tokens=1, temperature=0, logprobs=_NUM_TOP_TOKENS)
         outputs = [output async for output in self._plain.generate(Request("margin", prefix, sampling))]
         logprobs = outputs[-1].logprobs
         top = dict(logprobs[0].top) if logprobs else {}
-        if plain not in top or drafted not in top:
+        if plain_token not in top or drafted_token not in top:
             return None
-        return top[plain] - top[drafted]
+        return top[plain_token] - top[drafted_token]
 
     async def _run(self, engine: Engine, prompt: tuple[int, ...]) -> TimedRun:
         await asyncio.sleep(PAUSE_S)

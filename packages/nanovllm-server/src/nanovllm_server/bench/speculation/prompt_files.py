@@ -25,9 +25,9 @@ def read_prompts(max_per_kind: int | None = None) -> list[Prompt]:
     """
     prompts: list[Prompt] = []
     for kind in FILE_BY_KIND:
-        of_kind = _read_file(kind)
-        count = min(max_per_kind or len(of_kind), len(of_kind))
-        prompts += [of_kind[index * len(of_kind) // count] for index in range(count)]
+        prompts_of_kind = _read_file(kind)
+        num_selected = min(max_per_kind or len(prompts_of_kind), len(prompts_of_kind))
+        prompts += [prompts_of_kind[index * len(prompts_of_kind) // num_selected] for index in range(num_selected)]
     return prompts
 
 

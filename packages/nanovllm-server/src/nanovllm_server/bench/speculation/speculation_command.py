@@ -122,25 +122,25 @@ def run(options: SpeculationOptions, spec: ModelSpec, tokenizer: Tokenizer) -> N
         },
         options.files,
     )
-    changed = [result.prompt.name for result in results if not result.is_equal]
-    if changed:
-        raise BenchError(f"answers with and without drafts differ: {', '.join(changed)}")
+    changed_prompt_names = [result.prompt.name for result in results if not result.is_equal]
+    if changed_prompt_names:
+        raise BenchError(f"answers with and without drafts differ: {', '.join(changed_prompt_names)}")
 
 
 def summarize_prompt(prompt: Prompt, num_prompt_tokens: int, runs: PromptRuns) -> PromptResult:
     """Combines the rounds of one prompt."""
-    drafted = [pair.drafted for pair in runs.pairs]
-    num_output_tokens = sum(len(run.token_ids) for run in drafted)
-    num_accepted = sum(run.num_accepted for run in drafted)
+    drafted_runs = [pair.drafted for pair in runs.pairs]
+    num_output_tokens = sum(len(run.token_ids) for run in drafted_runs)
+    num_accepted = sum(run.num_accepted for run in drafted_runs)
     return PromptResult(
         prompt,
         num_prompt_tokens,
         num_output_tokens,
         median(pair.plain.tokens_per_s for pair in runs.pairs),
-        median(run.tokens_per_s for run in drafted),
+        median(run.tokens_per_s for run in drafted_runs),
         median(pair.ratio for pair in runs.pairs),
         num_accepted,
-        num_accepted + sum(run.num_rejected for run in drafted),
+        num_accepted + sum(run.num_rejected for run in drafted_runs),
         num_output_tokens - num_accepted,
         runs,
     )
@@ -150,19 +150,20 @@ def summarize_kinds(results: Sequence[PromptResult]) -> list[KindResult]:
     """Combines the prompts of each kind."""
     summaries: list[KindResult] = []
     for kind in dict.fromkeys(result.prompt.kind for result in results):
-        of_kind = [result for result in results if result.prompt.kind == kind]
-        ratios = [result.ratio for result in of_kind]
-        num_verified = sum(result.num_verified for result in of_kind)
+        results_of_kind = [result for result in results if result.prompt.kind == kind]
+        ratios = [result.ratio for result in results_of_kind]
+        num_verified = sum(result.num_verified for result in results_of_kind)
         summaries.append(
             KindResult(
                 kind,
-                len(of_kind),
+                len(results_of_kind),
                 median(ratios),
                 min(ratios),
                 max(ratios),
-                sum(result.num_accepted for result in of_kind) / max(num_verified, 1),
-                sum(result.num_output_tokens for result in of_kind) / sum(result.num_steps for result in of_kind),
-                sum(result.is_equal for result in of_kind),
+                sum(result.num_accepted for result in results_of_kind) / max(num_verified, 1),
+                sum(result.num_output_tokens for result in results_of_kind)
+                / sum(result.num_steps for result in results_of_kind),
+                sum(result.is_equal for result in results_of_kind),
             )
         )
     return summaries
@@ -209,12 +210,12 @@ def make_tables(results: Sequence[PromptResult]) -> list[Table]:
 
 def _make_difference_table(results: Sequence[PromptResult]) -> Table:
     header = [
-        "different answer",
+        "prompt with different answers",
         "round",
         "position",
-        "token without",
-        "with",
-        "log-probability of token without minus with",
+        "token without drafts",
+        "token with drafts",
+        "log-probability of the first minus the second",
     ]
     rows = [
         [

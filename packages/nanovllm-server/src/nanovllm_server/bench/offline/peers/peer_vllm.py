@@ -24,7 +24,7 @@ class VllmPeer:
         if job["device"] == "cuda":
             options["gpu_memory_utilization"] = job["gpu_memory_utilization"]
             if importlib.util.find_spec("flashinfer") is None:
-                # On Hopper, vLLM 0.26 uses FlashInfer for Gated DeltaNet's prompts, even if FlashInfer is missing.
+                # On Hopper, vLLM 0.26 selects FlashInfer for Gated DeltaNet's prompts, even if FlashInfer is missing.
                 options["additional_config"] = {"gdn_prefill_backend": "triton"}
         if job["load_format"] == "dummy":
             # vLLM's dummy weights are almost zero: a router's bias would select the same few experts for every token.
