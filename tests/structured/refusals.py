@@ -1,4 +1,4 @@
-"""The keywords that refusals of schemas name."""
+"""The keywords that can begin an error message about a refused schema."""
 
 KEYWORDS = frozenset(
     {

@@ -13,7 +13,8 @@ from hostile_cases import Case, chat_request
 # Only ends a test that would wait forever: `test_hostile.py` checks the time of each answer.
 PATIENCE_S = 60
 STREAM_TOKENS = 400
-# The gaps before this number of chunks after an answer also count. One chunk may have been sent before a stall.
+# After an answer, the gaps before this number of chunks also count. One chunk is not enough, because it may have been
+# sent before a stall.
 NUM_CHUNKS_AFTER = 4
 
 
@@ -154,7 +155,8 @@ class Streams:
 async def run_streams(url: str) -> AsyncIterator[Streams]:
     """Stream two answers at a time while the context lasts.
 
-    The second stream starts in the middle of the first. A stall in the pause of one stream is then a gap of the other.
+    The second stream starts in the middle of the first. If a stall falls between two answers of one stream, it is a gap
+    of the other stream.
     """
     streams = Streams(url)
     async with asyncio.TaskGroup() as tasks:

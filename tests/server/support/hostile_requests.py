@@ -73,10 +73,10 @@ def _make_refused_cases() -> list[Case]:
         "effects: length_penalty": {"length_penalty": 2}, "effects: early_stopping": {"early_stopping": True},
         "effects: lora_request": {"lora_request": {"name": "x"}}, "effects: best_of": {"best_of": 5},
         "effects: use_beam_search": {"use_beam_search": True},
-        "history: a role of no kind": {"messages": [{"role": "wizard", "content": "x"}]},
+        "history: an unknown role": {"messages": [{"role": "wizard", "content": "x"}]},
         "history: a tool's answer without its id": {"messages": [user, {"role": "tool", "content": 5}]},
         "history: 100,000 calls": {"messages": [user, {"role": "assistant", "tool_calls": [call] * 100_000}]},
-        "history: a call of no kind": {"messages": [user, {"role": "assistant", "tool_calls": [{"id": "1"}]}]},
+        "history: a call without a type": {"messages": [user, {"role": "assistant", "tool_calls": [{"id": "1"}]}]},
         "history: a call's name as a number": {"messages": [user, {"role": "assistant", "tool_calls": [
             {**call, "function": {"name": 5, "arguments": "{}"}}]}]},
         "history: content as an object": {"messages": [{"role": "user", "content": {"text": "x"}}]},
@@ -89,7 +89,7 @@ def _make_refused_cases() -> list[Case]:
         "tool: required without tools": {"tool_choice": "required"},
         "schema: a deep enum": {"response_format": {"type": "json_schema", "json_schema": {
             "name": "x", "schema": {"enum": [nested(500)]}}}},
-        "schema: no name": {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "name": 5}}},
+        "schema: numeric name": {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "name": 5}}},
         "schema: two constraints": {"structured_outputs": {"regex": "a", "choice": ["a"]}},
         "schema: no choice": {"structured_outputs": {"choice": []}},
         "schema: a grammar of 2 MB": {"structured_outputs": {"grammar": "root ::= " + "a" * 2_000_000}},

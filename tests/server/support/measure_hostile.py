@@ -2,7 +2,7 @@
 
 On an idle machine, start `nanovllm-server --served-model-name tiny --max-model-len 512 --cpu-cache-gib 0.02`, and then
 run `python tests/server/support/measure_hostile.py http://127.0.0.1:8000`. Exits with 1 if a first attempt is over a
-limit. Only refused inputs must keep the limit of gaps: an accepted prompt delays streams like any prompt.
+limit. The limit on gaps applies only to refused inputs: an accepted prompt delays streams like any prompt.
 """
 
 import asyncio

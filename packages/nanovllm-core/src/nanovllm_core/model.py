@@ -134,7 +134,7 @@ class PredictionHead(Protocol):
         ...
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Returns logits of the token after each of `input_ids`, see `CausalLM.compute_logits`.
+        """Returns logits of the token after each token in the `input_ids` of `forward`, see `CausalLM.compute_logits`.
 
         hidden: result of the head's `forward`.
         """

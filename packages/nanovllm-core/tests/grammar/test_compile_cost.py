@@ -196,7 +196,7 @@ def masks_along(grammar, text: str) -> list[bytes]:
     return masks
 
 
-def test_lookaheads_of_values_allow_the_same_tokens():
+def test_shortened_value_lookaheads_allow_the_same_tokens():
     token_texts = [bytes([byte]) for byte in range(256)]
     for index, word in enumerate((b'",', b'"}', b'" ', b'","', b'1,"', b"1}", b"1]", b'1, "', b'"]', b's"', b'es","s')):
         token_texts[128 + index] = word

@@ -1,4 +1,4 @@
-"""Each result of `compile_for_rows` is compiled once for all numbers of rows above 1.
+"""A function that `compile_for_rows` returns is compiled at most once for all numbers of rows above 1.
 
 The tests trace functions with torch.compile, but generate no code.
 """
@@ -42,7 +42,7 @@ def mix(rows, others, weights):
     return [(rows + others) * weight for weight in weights]
 
 
-def test_one_compilation_serves_any_number_of_rows(counter):
+def test_at_most_one_compilation_for_all_numbers_of_rows(counter):
     weights = (torch.randn(8), torch.randn(1))
     compiled_mix = compile_for_rows(mix, 9)
     for num_rows, count in [(8, 0), (64, 1), (8, 1), (9, 1), (16, 1), (1, 1), (1000, 1)]:

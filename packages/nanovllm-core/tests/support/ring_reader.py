@@ -1,4 +1,4 @@
-"""The function of a process that reads messages from a plan ring. The process imports this module."""
+"""A function that a child process runs. It reads messages from a plan ring. The process imports this module."""
 
 import hashlib
 import time

@@ -37,7 +37,7 @@ def arguments():
     float16_rows = torch.randn(64, 2048).half()
     latents, lengths = torch.randn(4, 16, 1, 24), (integers([7, 2]), starts)
     queries = (torch.randn(4, 3, 16), torch.randn(3, 4, 8))
-    # Work list of one decode: one tile with one block of keys, in the first of two parts.
+    # Work list of one decode. The first of two parts has one tile with one block of keys. The second part is empty.
     decodes = [integers([0, 1, 1], torch.int64), integers([[0, 0], [0, 0]])]
     decodes.append(integers([[0, 0], [1, 1], [1, 1]], torch.int64))
     return {

@@ -39,7 +39,7 @@ def _patch_language_once() -> None:
         values = kernel.__globals__.values()
         used = any(value is tl for value in values), any(value is tl.core for value in values)
         if used not in patched_uses:
-            # Drop the returned scope, which would restore the functions: the next call needs them again.
+            # Drop the returned scope: it would restore the original functions. The next call needs the replacements.
             patch(kernel)
             patched_uses.add(used)
         return interpreter._LangPatchScope()

@@ -169,7 +169,7 @@ async def test_timeout_in_mid_stream_is_an_error_event(post, engine, service):
     assert engine.num_active == 0
 
 
-async def test_timeout_of_a_complete_answer_is_a_504(post, engine, service):
+async def test_timeout_without_streaming_is_a_504(post, engine, service):
     engine.delay, engine.endless = 0.01, True
     assert (await post(timeout=0.2)).status_code == 504
     assert service.metrics.finish_reasons["abort"] == 1

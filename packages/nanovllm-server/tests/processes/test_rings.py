@@ -84,7 +84,7 @@ def test_a_writer_continues_after_its_ring_was_damaged():
     assert reader.read()[-1] == make_payload(99)[:200]
 
 
-def test_messages_of_another_process_arrive_complete_and_in_order():
+def test_messages_of_another_process_arrive_undamaged_and_in_order():
     memory = RingMemory(2, 1 << 14)
     reader = RingReader(memory.rings()[1])
     writer = SPAWN_CONTEXT.Process(target=write_until_killed, args=(memory, 1), daemon=True)
@@ -109,7 +109,7 @@ def test_messages_of_another_process_arrive_complete_and_in_order():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc")
-def test_ring_memory_has_no_name_and_is_freed():
+def test_ring_memory_has_no_directory_entry_and_is_freed():
     memory = RingMemory(2, CAPACITY)
     descriptor = memory._descriptor
     assert str(Path(f"/proc/self/fd/{descriptor}").readlink()).endswith("(deleted)")

@@ -69,7 +69,7 @@ class StatePool:
         (request.state_slot,) = slots.allocate(1)
         slots.num_reserved -= 1
         # Leave one slot for each request that may start, and one slot for the source checkpoint of the next request.
-        # The next request may start from the same checkpoint, so this request's source slot counts as free.
+        # This checkpoint may be this request's source, so `num_free_before` counts this request's source slot as free.
         num_spare_slots = num_free_before - 1 - slots.num_reserved - 1
         max_checkpoints = max(num_spare_slots, 0) if saves_checkpoints else 0
         positions = sorted(checkpoint_positions(num_computed, request.num_tokens, num_shared)[:max_checkpoints])

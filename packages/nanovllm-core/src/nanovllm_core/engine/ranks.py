@@ -32,7 +32,7 @@ from nanovllm_kernels.openmp_spinning import SpinControl, can_shorten_spins
 
 # `RankProcesses.close` waits this long for ranks to exit after `stop`. Then `close` kills the remaining ranks.
 STOP_TIMEOUT_S = 5.0
-# After another rank has ended, the engine waits this long for the thread of rank 0.
+# If a rank other than rank 0 has ended, the engine waits this long for the thread of rank 0.
 FAILED_RANK_TIMEOUT_S = 1.0
 # Time for which rank 0 waits, after an error, for the report of a failed rank that may have caused the error.
 REPORT_TIMEOUT_S = 4.0
@@ -157,7 +157,7 @@ class RankProcesses:
         return self._failure is not None
 
     def set_failure_callback(self, callback: Callable[[], object]) -> None:
-        """Set the callback for the end of a rank. If a rank has ended already, call it now, else on another thread."""
+        """Set the callback for the end of a rank. Another thread calls it. If a rank has already ended, call it now."""
         self._on_failure = callback
         if self._failure_event.is_set():
             callback()

@@ -147,8 +147,9 @@ def graph_shapes(
     max_drafts: maximum number of drafts per request and step; 0 for no shapes with drafts.
     max_draft_step_tokens: maximum number of tokens of a step with drafts.
     min_whole_prompt_tokens: minimum number of tokens of shapes with `has_only_whole_prompts`; None for no such shapes.
-    proposes_with_model: whether a draft model or a head proposes drafts. If True, there are also shapes for few
-        requests with all their drafts, because a draft model would compute drafts for padding requests too.
+    proposes_with_model: whether a draft model or a head proposes drafts. If True, each number of tokens also has
+        a shape with as many requests as fill it with all their drafts. Reason: a draft model would compute drafts for
+        padding requests too.
     """
     if mode == "none":
         return []
@@ -173,7 +174,8 @@ def graph_shapes(
             shapes.extend(
                 GraphShape(NUM_FEW_REQUESTS, size, size, mode) for size in sizes if size >= MIN_FEW_REQUEST_TOKENS
             )
-        # Attention of whole prompts reads the step's keys and values, which are not kept between pieces.
+        # Only the mode "full" has shapes for whole prompts. Their attention reads the step's keys and values, which the
+        # mode "piecewise" does not keep between pieces.
         if mode == "full" and min_whole_prompt_tokens is not None:
             num_reqs = min(NUM_FEW_REQUESTS, max_num_seqs)
             whole_sizes = [size for size in sizes if size >= min_whole_prompt_tokens]
@@ -322,7 +324,7 @@ class _Capture:
     """Captures like `torch.cuda.graph`, but into several graphs, without garbage collection and synchronisation.
 
     All pieces use one memory pool on one stream. The forward pass holds the tensors that later pieces read, so the pool
-    does not reuse their memory. The pool may reuse the memory of queries and attention results for later pieces.
+    does not reuse their memory. Later pieces may reuse the memory of earlier queries and attention results.
     """
 
     def __init__(self, pool: _POOL_HANDLE):
@@ -344,7 +346,8 @@ class _Capture:
     def launch_attention(self, attention: AttentionFunction, q: Tensor, /, value_dim: int | None = None) -> Tensor:
         """End the piece, store `attention` for replays, and begin the next piece. Returns the tensor for the result.
 
-        Padding rows of the result are not computed. The model writes the keys and values of padding to the null block.
+        Padding rows of the result are not computed. This is harmless: the model writes the keys and
+        values of padding to the null block.
         """
         out = q.new_empty((*q.shape[:-1], q.shape[-1] if value_dim is None else value_dim))
         self.pieces[-1].capture_end()

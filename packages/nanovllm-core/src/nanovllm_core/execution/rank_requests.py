@@ -76,9 +76,10 @@ class RankRequests:
     def locate_prompt(
         self, prompt_range: PromptLogprobsRange, scheduled: ScheduledRows
     ) -> tuple[int, PromptLogprobsRange]:
-        """Returns (rank that has the prompt, `prompt_range` with that rank's own row number and logits index).
+        """Returns (rank that has the prompt, range).
 
-        On other ranks, the row and the logits index of the returned range are 0.
+        If this rank has the prompt, the range is `prompt_range` with this rank's own row number and logits index. If
+        not, both numbers are 0.
         """
         if self._num_groups == 1:
             return 0, prompt_range

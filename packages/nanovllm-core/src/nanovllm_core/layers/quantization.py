@@ -57,7 +57,7 @@ def allocate_fused_weight(
 ) -> BlockFP8Weight:
     """Allocate a weight that will hold this rank's rows of several tensors in the checkpoint, concatenated.
 
-    A scale covers 128 rows. The number is smaller if this rank's rows of a tensor do not start at a multiple of 128,
+    A scale covers 128 rows. It covers fewer rows if this rank's rows of a tensor do not start at a multiple of 128,
     either in the checkpoint or in the allocated weight.
 
     source_starts: index of this rank's first row in each tensor.

@@ -1,4 +1,4 @@
-"""Grammars of patterns accept the strings that `re` finds, and grammars of formats accept valid values."""
+"""Grammars of patterns accept the strings in which `re` finds the pattern. Grammars of formats accept valid values."""
 
 import itertools
 import json
@@ -136,7 +136,7 @@ def test_unsupported_patterns_are_refused(pattern):
         regex.parse(pattern)
 
 
-def test_braces_without_counts_are_literal():
+def test_braces_without_counts_or_with_too_large_counts_are_literal():
     assert is_found(regex.parse("^a{x}$"), "a{x}")
     assert is_found(regex.parse("^a{1,9999999}$"), "a{1,9999999}")
 
@@ -172,7 +172,8 @@ def test_excluded_strings_are_not_permitted():
         grammar = make_grammar(exclude_strings(excluded, 16))
         for text in texts(2):
             assert permits(grammar, text) == (text not in excluded)
-        # With a limit of one prefix, strings that share the first letter of an excluded string may be missing too.
+        # With a limit of one prefix, the grammar may also reject other strings with
+        # the first letter of an excluded string.
         grammar = make_grammar(exclude_strings(excluded, 1))
         for text in texts(2):
             if text in excluded or text[:1] not in {other[:1] for other in excluded}:

@@ -1,6 +1,6 @@
 """Benchmark cases of speculative decoding: proposal of drafts by a search for n-grams, and verification of drafts.
 
-The cost of a proposal is the bytes of all known tokens.
+The throughput of a proposal counts the bytes of all known tokens.
 """
 
 from collections.abc import Callable, Iterator

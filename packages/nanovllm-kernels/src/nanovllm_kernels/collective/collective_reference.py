@@ -51,7 +51,10 @@ class TorchCollectives:
         return _sum_in_order(self._exchange_parts(x)).to(x.dtype)
 
     def exchange_columns(self, x: Tensor) -> Tensor:
-        """Exchange `x` [n, c], this rank's columns, for all columns of this rank's rows [n / size, size * c]."""
+        """Send each rank its rows of `x` [n, c], which has this rank's columns of all rows.
+
+        Returns all columns of this rank's rows, [n / size, size * c].
+        """
         return self._exchange_parts(x).transpose(0, 1).reshape(x.shape[0] // self.size, -1)
 
     def broadcast(self, x: Tensor, source: int) -> None:

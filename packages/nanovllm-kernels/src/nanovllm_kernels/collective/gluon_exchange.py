@@ -33,7 +33,7 @@ def concatenate(
     sends_parts: bool,
     is_exact: bool,
 ) -> None:
-    """Concatenate rows of all ranks' `x`, or of this rank's part of each `x`, in rank order.
+    """Join row i of all ranks' `x`, or of this rank's part of each `x`, into row i of `out`, in rank order.
 
     x: int32 [row, column], or [size, row, column] if `sends_parts` is set; contiguous.
     out: int32 [row, size, column], contiguous.

@@ -13,8 +13,9 @@ class PeerMemory:
 
     A slot receives one unit of SLOT_BYTES bytes (see `gluon_peer_memory`). Program p of a kernel sends only to program
     p of each peer. A slot must be empty before a program sends to the slot again. The calls of a program therefore
-    alternate between two phases: calls k and k + 2 use the same slots. A peer empties the slots in its call k, before
-    its call k + 1 sends units. The program receives the units of call k + 1 before the program's call k + 2 begins.
+    alternate between two phases: calls k and k + 2 use the same slots. In its call k, a peer empties the slots
+    that the program filled in call k. Only then does the peer's call k + 1 send units. The program receives these units
+    before its own call k + 2 begins, so the slots are then empty.
 
     size: number of ranks.
     addresses: int64 [size], the address of each rank's buffer.

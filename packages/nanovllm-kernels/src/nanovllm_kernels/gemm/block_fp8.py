@@ -75,7 +75,8 @@ def dequantize(weight: BlockFP8Weight) -> Tensor:
 def linear(x: Tensor, weight: BlockFP8Weight, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
     """Quantise `x` [T, K], multiply by the transpose of `weight` [N, K], and add `bias` [N] and `residual` [T, N].
 
-    Rounds once: to the dtype of `residual`, or of `x` without a residual. `residual` may be overwritten.
+    Rounds the result to the dtype of `residual`, or of `x` without a residual. cuBLAS first rounds the product to bf16.
+    `residual` may be overwritten.
     """
     if x.is_cuda:
         return _block_fp8_linear_op(x, None, 0.0, *weight, bias, residual, False)

@@ -1,4 +1,4 @@
-"""Computes single tokens of Gated DeltaNet in plain torch, for all decodes at once.
+"""Computes Gated DeltaNet for decodes in plain torch. One call computes one token of each decode.
 
 A token's result has the same bits in any batch. Therefore this file avoids torch's silu, sigmoid and softplus, which
 use a different formula for the last elements of a tensor than for the rest.

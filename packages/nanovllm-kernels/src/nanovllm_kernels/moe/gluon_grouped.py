@@ -278,7 +278,8 @@ def _multiply(
     work = gl.program_id(0)
     step = 0
     if work < num_work:
-        # Scales are loaded one step ahead: a tile's first scales are loaded before the previous tile is stored.
+        # While a step multiplies, the scales of the next step are loaded. A tile's first scales are loaded before the
+        # previous tile is stored.
         expert, first_row = _look_up_tile(tiles_ptr, work, num_work, COLUMN_TILES)
         end = gl.load(starts_ptr + expert + 1)
         # left, right: the tile's first and second block of columns (gate and up if GATED).

@@ -41,7 +41,7 @@ class RequestBody:
         self._read_or_discard_called.set()
 
     async def wait_until_read_or_discarded(self) -> None:
-        """Waits until the application reads or discards the body. Until then, the connection must not be read."""
+        """Waits until the application calls `read` or `discard`. Do not read from the connection before this call."""
         await self._read_or_discard_called.wait()
 
     def add(self, event: ASGIReceiveEvent) -> None:

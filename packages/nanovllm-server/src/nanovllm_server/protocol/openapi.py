@@ -110,9 +110,9 @@ FIELD_DESCRIPTIONS: dict[str, str] = {
     "min_tokens": "Stop strings, stop tokens and the end-of-sequence token have no effect before this many tokens.",
     "ignore_eos": "Continue after the end-of-sequence token.",
     "stop_token_ids": "Tokens that end the answer.",
-    "allowed_token_ids": "The answer has only these tokens. Where a grammar ends, the answer may also end.",
+    "allowed_token_ids": "The answer has only these tokens, and the end token where a grammar can end.",
     "return_tokens_as_token_ids": "In log-probabilities, tokens are `token_id:ID` instead of text.",
-    "reasoning": "Other names for the fields reasoning_effort, max_reasoning_tokens and include_reasoning.",
+    "reasoning": "An object with other names for reasoning_effort, max_reasoning_tokens and include_reasoning.",
     "max_reasoning_tokens": "Maximum number of reasoning tokens; the server ends longer reasoning.",
     "thinking_token_budget": "Another name of max_reasoning_tokens; -1: no limit.",
     "include_reasoning": "Whether the answer includes the model's reasoning; the default is true.",
@@ -120,9 +120,9 @@ FIELD_DESCRIPTIONS: dict[str, str] = {
     "chat_template_kwargs": "Further variables of the chat template.",
     "priority": "Requests with a lower number are served first.",
     "cache_salt": "Two prompts share cached prefixes only if they have the same salt.",
-    "kv_transfer_params": "Set by routers between servers with --role prefill and with --role decode; needs --role.",
+    "kv_transfer_params": "Routers set this field in requests to servers with --role prefill or --role decode.",
     "request_id": "The id of the request, instead of the X-Request-Id header.",
-    "prompt_logprobs": "Return log-probabilities of each prompt token and this many likely tokens; not for streams.",
+    "prompt_logprobs": "Return log-probabilities of each prompt token, and of this many likely tokens; not in streams.",
     "seed": "The same seed gives the same random numbers. Other requests can change a token only through rounding.",
 }
 EVENT_STREAM_DESCRIPTION = (

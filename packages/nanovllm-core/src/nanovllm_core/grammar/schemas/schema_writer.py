@@ -23,7 +23,7 @@ PlansByConjunction: TypeAlias = dict[Conjunction, tuple[Plan, ...] | None]
 # Maximum number of distinct conjunctions in one schema.
 MAX_SUBSCHEMAS = 5_000
 # Maximum depth of subschemas that are written in place. Deeper subschemas are written to `$defs`.
-# xgrammar's time for a subschema grows with this depth. A definition adds a rule to the grammar.
+# xgrammar's time for a subschema grows with this depth, but each definition adds a rule to the grammar.
 MAX_INLINE_DEPTH = 6
 # xgrammar ignores properties with these names when it tests whether two schemas are equal.
 IGNORED_PROPERTY_NAMES = frozenset(

@@ -72,7 +72,8 @@ class ShapeResolver:
         self._shapes: dict[Conjunction, tuple[Shape, ...]] = {(): ANY_VALUE_SHAPES, FALSE_SCHEMA: ()}
         self._conjunctions_in_progress: list[Conjunction] = []
         self._num_steps = 0
-        # Number of planned objects that have declared properties, but also allow undeclared properties.
+        # Number of object plans with declared properties that also allow undeclared ones. Only the
+        # module `undeclared_properties` uses this number.
         self.num_open_objects = 0
         # Maps the `id` of a shape to (shape, schemas by property name). The shape stays alive, so its `id` is unique.
         self._properties_by_shape_id: dict[int, tuple[ObjectShape, dict[str, Conjunction]]] = {}

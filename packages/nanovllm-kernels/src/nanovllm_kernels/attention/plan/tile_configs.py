@@ -2,7 +2,8 @@
 
 from typing import NamedTuple
 
-# Minimum number of keys in a part of a work list. Each program computes one part, and the results of parts are merged.
+# Minimum number of keys in a part of a work list. A program computes one part for one block of
+# heads. Then the results of the parts are merged.
 # With shorter parts, merging would take more time than the additional programs save.
 MIN_PART_TOKENS = 128
 # Rows of a narrow tile: the number of rows of the tensor core instruction `mma`.
@@ -27,7 +28,7 @@ class TileConfig(NamedTuple):
 
     @property
     def max_registers(self) -> int:
-        """Maximum registers per thread with which an SM holds `ctas_per_sm` programs."""
+        """The most registers that a thread may use so that an SM holds `ctas_per_sm` programs."""
         return min(255, SM_REGISTERS // (32 * self.num_warps * self.ctas_per_sm) // 8 * 8)
 
 

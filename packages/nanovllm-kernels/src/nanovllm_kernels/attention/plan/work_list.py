@@ -42,9 +42,9 @@ class WorkList(NamedTuple):
 class WorkListFilter(NamedTuple):
     """Decides which requests with several queries stay in work lists. Another kernel computes the excluded requests.
 
-    The filter excludes requests with at least `query_limit` queries, and requests with fewer than `min_context` tokens
-    before the first query. The remaining requests stay if they have fewer than `query_limit` queries in total. If not,
-    the filter excludes the remaining requests too.
+    The filter excludes each request that has at least `query_limit` queries, or fewer than `min_context` tokens before
+    its first query. Then it adds up the queries of the remaining requests. If this sum is at least `query_limit`, the
+    filter excludes the remaining requests too.
     max_excluded: maximum number of excluded requests. Further requests stay in work lists.
     """
 

@@ -33,7 +33,7 @@ class VllmPeer:
             options["speculative_config"] = _make_speculative_config(**job["draft_heads"])
         self._llm: Any = vllm.LLM(
             model=job["model"],
-            # The job has token ids, so vLLM needs no tokenizer: for dummy weights, config.json suffices.
+            # The job has token ids, so vLLM needs no tokenizer. With dummy weights, it needs only config.json.
             skip_tokenizer_init=True,
             load_format=job["load_format"],
             dtype=job["dtype"],
