@@ -1,13 +1,14 @@
-"""Tests the secret of engines that share a directory."""
+"""Tests the secret and the lock of engines that share a directory."""
 
 import errno
+import fcntl
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from nanovllm_core.cache.shared_directory import SECRET_BYTES, load_secret
+from nanovllm_core.cache.shared_directory import SECRET_BYTES, load_secret, try_lock
 from nanovllm_core.errors import ConfigError
 
 
@@ -48,3 +49,21 @@ def test_a_directory_that_other_users_can_write_is_refused(tmp_path):
     tmp_path.chmod(0o777)
     with pytest.raises(ConfigError, match="chmod 700"):
         load_secret(tmp_path)
+
+
+def test_a_directory_is_unlocked_although_a_forked_child_has_a_copy_of_the_descriptor(tmp_path, monkeypatch):
+    copies = []
+    lock_file = fcntl.flock
+
+    def lock_and_copy(descriptor: int, operation: int) -> None:
+        lock_file(descriptor, operation)
+        copies.append(os.dup(descriptor))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "flock", lock_and_copy)
+        with try_lock(tmp_path), pytest.raises(BlockingIOError), try_lock(tmp_path):
+            pass
+    with try_lock(tmp_path):
+        pass
+    for copy in copies:
+        os.close(copy)

@@ -104,6 +104,8 @@ def _lock(path: Path, operation: int) -> Generator[None]:
         fcntl.flock(descriptor, operation)
         yield
     finally:
+        # Closing would not unlock while a child process that another thread has just forked has a copy.
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)
 
 
