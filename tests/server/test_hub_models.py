@@ -35,7 +35,7 @@ def test_a_downloaded_model_has_the_name_of_its_repository(run_server, hub):
         with urllib.request.urlopen(request) as response:
             assert json.load(response)["model"] == "org/model"
         assert server.stop() == 0
-    assert "model.safetensors" in hub.downloads
+    assert "model.safetensors" in hub.requested_files
     assert len([line for line in server.errors if "downloading" in line]) == 1
     phases = [
         match[1] for line in server.errors if (match := re.search(r"start-up phase (\w+) took \d+\.\d\d s", line))
@@ -48,9 +48,9 @@ def test_a_signal_ends_a_download(hub):
     command = [sys.executable, "-m", "nanovllm_server", "org/model", "--port", "0", "--device", "cpu"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         deadline = time.monotonic() + 60
-        while not hub.downloads and time.monotonic() < deadline:
+        while not hub.requested_files and time.monotonic() < deadline:
             time.sleep(0.02)
-        assert hub.downloads
+        assert hub.requested_files
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
         assert process.stdout is not None
