@@ -120,7 +120,7 @@ FIELD_DESCRIPTIONS: dict[str, str] = {
     "chat_template_kwargs": "Further variables of the chat template.",
     "priority": "Requests with a lower number are served first.",
     "cache_salt": "Two prompts share cached prefixes only if they have the same salt.",
-    "kv_transfer_params": "Routers set this field in requests to servers with --role prefill or --role decode.",
+    "kv_transfer_params": "Routers set this field for servers with --role prefill or decode. Other servers refuse it.",
     "request_id": "The id of the request, instead of the X-Request-Id header.",
     "prompt_logprobs": "Return log-probabilities of each prompt token, and of this many likely tokens; not in streams.",
     "seed": "The same seed gives the same random numbers. Other requests can change a token only through rounding.",
