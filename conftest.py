@@ -2,8 +2,8 @@
 
 Python's bytecode is always kept: otherwise each of about forty processes would compile torch again.
 
-Each process computes with one thread unless the environment sets another number. The models are so small that a second
-thread gains little. A second thread would also wait at every operator, because other processes run beside most tests.
+Each process computes with one thread unless the environment sets another number. A second thread gains little, because
+the models are small and other processes run beside most tests.
 
 Most tests use one core. Therefore a background process runs the tests with the marker `background` beside all others.
 When the other tests have ended, a second background process shares the tests that remain.

@@ -1,4 +1,4 @@
-"""Fixtures for tests across packages: devices, the default model, transformers' answers, and server processes."""
+"""Fixtures for tests across packages."""
 
 import re
 import signal
@@ -20,7 +20,7 @@ from nanovllm_models import default_model_path
 
 ChooseTokens = Callable[[PreTrainedModel, list[int], list[int]], list[int]]
 
-# A server that starts in the background, while other tests run, takes minutes to start.
+# A server that starts while other tests run takes minutes.
 MAX_START_S = 500
 
 
@@ -36,7 +36,7 @@ GenerateTokens = Callable[[PreTrainedModel, list[int], int], ReferenceAnswer]
 
 @dataclass
 class ServerProcess:
-    """A running `nanovllm-server`. errors: lines that the server has written to stderr."""
+    """A running `nanovllm-server`. errors: lines of stderr."""
 
     process: subprocess.Popen[str]
     url: str
@@ -47,18 +47,15 @@ class ServerProcess:
         pid = self.process.pid
         memory_by_child: dict[int, int] = {}
         for child in map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()):
-            # A child that ends meanwhile has no files any more.
             with suppress(FileNotFoundError, ProcessLookupError):
                 if "resource_tracker" not in Path(f"/proc/{child}/cmdline").read_text():
                     memory_by_child[child] = int(Path(f"/proc/{child}/statm").read_text().split()[1])
         return sorted(memory_by_child, key=memory_by_child.__getitem__)
 
     def engine_pid(self) -> int:
-        """The id of the engine process, the child with the most memory."""
         return self._children()[-1]
 
     def worker_pids(self) -> list[int]:
-        """The ids of the HTTP workers."""
         return self._children()[:-1]
 
     def stop(self) -> int:
@@ -67,17 +64,14 @@ class ServerProcess:
         return self.process.wait(60)
 
 
-# Position of tests in the run, by marker. Tests without these markers are at 0.
+# Tests without these markers are at 0.
 PLACE_BY_MARKER = {"starts": -1, "waits": 1, "measures": 2}
 
 
 # Run last, because pytest sorts tests by their shared fixtures in the same hook.
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sorts tests: first those that start work in the background, last those that wait for it and those that measure.
-
-    Most of the packages' tests use one core. Therefore they run beside the work in the background.
-    """
+    """Sorts tests by PLACE_BY_MARKER: background work runs beside the other tests, most of which use one core."""
     items.sort(key=lambda item: sum(place for name, place in PLACE_BY_MARKER.items() if item.get_closest_marker(name)))
 
 
@@ -92,8 +86,7 @@ def start_server(
     """Runs a server while the context lasts.
 
     model: a checkpoint directory or a name; None for the program's default model.
-    program: the command without arguments.
-    environment: the environment variables of the server; None for those of this process.
+    environment: the server's environment variables; None for those of this process.
     """
     arguments = [] if model is None else [model]
     command = ["nice", "-n", str(nice), *program, *arguments, "--port", "0", "--device", "cpu", *flags]
@@ -144,8 +137,6 @@ def load_reference() -> Callable[[Path, torch.dtype, str], PreTrainedModel]:
 
 @pytest.fixture(scope="session")
 def reference_generate() -> GenerateTokens:
-    """A function that generates `num_tokens` greedy tokens with transformers, for one prompt."""
-
     def generate(model: PreTrainedModel, prompt: list[int], num_tokens: int) -> ReferenceAnswer:
         ids = torch.tensor([prompt], device=model.device)
         model.generation_config.eos_token_id = None
@@ -159,7 +150,6 @@ def reference_generate() -> GenerateTokens:
                 return_dict_in_generate=True,
                 output_logits=True,
             )
-            # The log-probability of a greedy token is the greatest at its position.
             logprobs = torch.cat(output.logits).float().log_softmax(-1).amax(-1)
         return ReferenceAnswer(output.sequences[0, len(prompt) :].tolist(), logprobs.tolist())
 
@@ -168,10 +158,9 @@ def reference_generate() -> GenerateTokens:
 
 @pytest.fixture(scope="session")
 def greedy_choices() -> ChooseTokens:
-    """A function that returns the likeliest token at each position of an output, given the tokens before the position.
+    """A function that returns the likeliest token at each position of an output, after the tokens before it.
 
-    The result equals the output if and only if greedy generation gives that output. One forward pass computes all
-    tokens, and results are cached.
+    The result equals the output if and only if greedy generation gives that output.
     """
 
     @cache

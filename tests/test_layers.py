@@ -1,4 +1,4 @@
-"""Imports go downward only, between packages and within core and the server, and modules do not import in cycles."""
+"""The import contracts hold, and modules do not import in cycles."""
 
 import subprocess
 import sys

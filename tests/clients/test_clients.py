@@ -1,10 +1,7 @@
 """Unmodified client libraries, each in its own environment, against the real server.
 
-Each folder has one client's lock file and `session.*`, a script of typical uses. Sessions check the form of answers,
-not their content: the default model is too small for correct answers.
-
-Sessions take minutes, and most other tests leave a core idle. So the sessions start at the beginning of a run, and the
-tests that wait for them run at its end.
+Each folder has one client's lock file and `session.*`, a script of typical uses. Sessions check only the form of
+answers: the default model is too small for correct answers. They take minutes and run beside the other tests.
 """
 
 import json
@@ -24,11 +21,9 @@ pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parent
 KEY = "a key"
-# Maximum time of one session while all other tests run.
 MAX_SESSION_S = 1500
 # Sessions yield to other tests, but not to the runs of Triton's interpreter.
 NICENESS = 10
-# Python package of the client, by folder.
 PACKAGE_BY_FOLDER = {
     "instructor": "instructor",
     "langchain": "langchain-openai",
@@ -50,7 +45,7 @@ def server(run_server, default_model):
 
 @pytest.fixture(scope="session")
 def thinking_server(run_server, default_model, tmp_path_factory):
-    """A server whose template makes the same model reason, for clients that read reasoning."""
+    """A server with a template that makes the model reason."""
     template = tmp_path_factory.mktemp("template") / "thinking.jinja"
     template.write_text(load_tokenizer(default_model).chat_template + THINKING_TEMPLATE_SUFFIX)
     flags = ("--dtype", "float32", "--max-model-len", "512", "--cpu-cache-gib", "0.05", "--max-num-seqs", "2")
@@ -60,7 +55,6 @@ def thinking_server(run_server, default_model, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def environment(server, thinking_server):
-    """The environment of a session: URLs and key, without the variables of this Python environment."""
     excluded_prefixes = ("VIRTUAL_ENV", "UV_PROJECT_ENVIRONMENT", "PYTEST_", "PYTHON", "OPENAI_")
     inherited = {key: value for key, value in os.environ.items() if not key.startswith(excluded_prefixes)}
     urls = {"OPENAI_BASE_URL": f"{server.url}/v1", "THINKING_BASE_URL": f"{thinking_server.url}/v1"}
@@ -68,7 +62,7 @@ def environment(server, thinking_server):
 
 
 def run_command(command, folder, environment, processes):
-    """Run a command for at most MAX_SESSION_S and add its process to `processes`; returns status and output."""
+    """Adds the command's process to `processes`; returns status and output."""
     command = ("nice", "-n", str(NICENESS), *command)
     with subprocess.Popen(
         command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -77,7 +71,7 @@ def run_command(command, folder, environment, processes):
         try:
             output, _ = process.communicate(timeout=MAX_SESSION_S)
         except subprocess.TimeoutExpired:
-            # The output so far shows where the session stopped. SIGKILL would not end the child that runs the session.
+            # SIGKILL would not end the child that runs the session.
             process.terminate()
             output, _ = process.communicate()
     return process.returncode, f"{' '.join(map(str, command))}\n{output}"
@@ -89,10 +83,10 @@ def run_python(name, environment, processes):
 
 
 def run_node(environment, processes):
-    """Run the session with the Node of the test environment: the SDK needs a newer Node than many machines have."""
+    """Uses the Node of the test environment: the SDK needs a newer Node than many machines have."""
     folder = HERE / "openai_node"
     node = NODE_DIRECTORY / "bin" / "node"
-    # The npm program would run the first node of the PATH. This command runs npm's script with our node.
+    # The npm program would run the first node in PATH.
     npm = (node, NODE_DIRECTORY / "lib" / "node_modules" / "npm" / "bin" / "npm-cli.js")
     status, output = run_command(
         (*npm, "ci", "--prefer-offline", "--no-audit", "--no-fund"), folder, environment, processes
@@ -102,12 +96,11 @@ def run_node(environment, processes):
 
 @pytest.fixture(scope="session")
 def sessions(environment):
-    """Run all sessions in parallel, because a step for several requests takes little longer than a step for one."""
     processes = []
     with ThreadPoolExecutor(len(PACKAGE_BY_FOLDER) + 1) as pool:
         futures = {name: pool.submit(run_python, name, environment, processes) for name in PACKAGE_BY_FOLDER}
         yield futures | {"openai_node": pool.submit(run_node, environment, processes)}
-        # If the run ends early, no test has waited for the sessions, and they may still run.
+        # If the run ends early, sessions may still run.
         for process in processes:
             process.terminate()
 

@@ -19,14 +19,12 @@ def server_flags() -> tuple[str, ...]:
 
 @pytest.fixture(scope="session")
 def server(run_server: Callable, default_model: Path, server_flags: tuple[str, ...]) -> Iterator:
-    """A server that needs a key and has no queue."""
     with run_server(default_model, *server_flags) as server:
         yield server
 
 
 @pytest.fixture(scope="session")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The wheel of each package, built from this checkout."""
     return build_wheels(tmp_path_factory.mktemp("wheels"))
 
 

@@ -19,7 +19,7 @@ ROOT = DEPLOY.parents[1]
 # After the drain, a worker has 5 s and the engine has 10 s to end.
 STOP_S = 15
 OLDEST_KUBERNETES = "1.25"
-# Maximum exposure, times ten. 0 is safest, and systemd-analyze calls a service below 20 well protected.
+# Ten times the exposure of systemd-analyze; 0 is safest.
 MAX_EXPOSURE = 20
 
 
@@ -28,12 +28,10 @@ def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 def read_drain_timeout_s(arguments: list[str]) -> float:
-    """Returns the time limit of a drain for a server with `arguments`, in seconds. Fails the test for invalid flags."""
     return make_parser().parse_args(arguments).drain_timeout
 
 
 def uv_flags() -> list[list[str]]:
-    """The arguments of each `uv sync` in the Containerfile."""
     text = (DEPLOY / "Containerfile").read_text()
     return [shlex.split(found) for found in re.findall(r"uv sync (.*)", text)]
 
@@ -67,7 +65,7 @@ def test_kubernetes_waits_for_the_drain(pod):
     limit_s = int(wait_s) + read_drain_timeout_s(container["args"]) + STOP_S
     assert pod["terminationGracePeriodSeconds"] >= limit_s
     readiness = container["readinessProbe"]
-    # Before the server refuses requests, proxies must learn that the pod is ending.
+    # Proxies must learn that the pod is ending before the server refuses requests.
     assert int(wait_s) > readiness["periodSeconds"] * readiness["failureThreshold"]
 
 
@@ -102,7 +100,7 @@ def test_compose_waits_for_the_drain_and_builds_the_containerfile():
 
 
 def test_ranks_have_shared_memory_and_a_writable_tmp(pod):
-    """Several GPUs need both. Containers have 64 MiB of shared memory by default."""
+    """By default, containers have too little shared memory for several GPUs: 64 MiB."""
     override = yaml.safe_load((DEPLOY / "compose.gpu.yaml").read_text())["services"]["server"]
     assert override["shm_size"] == "1gb"
     compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]["server"]

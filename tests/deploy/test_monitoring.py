@@ -23,7 +23,6 @@ DASHBOARD = json.loads((DEPLOY / "grafana-dashboard.json").read_text())
 ALERTS_FILE = DEPLOY / "prometheus-alerts.yaml"
 ALERTS = yaml.safe_load(ALERTS_FILE.read_text())["groups"][0]["rules"]
 CASES = DEPLOY.parents[1] / "tests" / "deploy" / "support" / "alert_cases.yaml"
-# Values of Grafana's variables.
 VARIABLES = {"$model": ".*", "$instance": ".*", "$__rate_interval": "1m"}
 MAX_SCRAPE_WAIT_S = 30
 
@@ -35,7 +34,6 @@ def substitute(expression: str) -> str:
 
 
 EXPRESSIONS = [substitute(target["expr"]) for panel in DASHBOARD["panels"] for target in panel["targets"]]
-# Only servers with --speculate have these metrics.
 DRAFT_PREFIX = "nanovllm:spec_decode_"
 
 
@@ -48,7 +46,6 @@ def sample_names(text: str) -> set[str]:
 
 
 def draft_sample_names() -> set[str]:
-    """Names of the samples that only servers with --speculate have."""
     stats = EngineStats(verified_drafts_by_position=(1,), accepted_drafts_by_position=(1,))
     metrics = Metrics("any", Mock(draft_method="ngram"), lambda: stats, SharedCounters(allocate_counters(1)))
     return {name for name in sample_names(metrics.render().decode()) if name.startswith(DRAFT_PREFIX)}
@@ -104,7 +101,6 @@ def test_each_alert_has_a_case_in_which_it_fires():
 
 @pytest.fixture(scope="module")
 def prometheus_program() -> str:
-    """The name of Prometheus' program. Tests are skipped unless it and promtool are installed."""
     require_programs("prometheus", "prometheus", "promtool")
     return "prometheus"
 
@@ -135,7 +131,6 @@ def prometheus(prometheus_program, server, tmp_path_factory) -> Iterator[str]:
 
 
 def query(url: str, path: str, **parameters: str) -> dict:
-    """The data of an answer of Prometheus' API."""
     with urllib.request.urlopen(f"{url}/api/v1/{path}?{urllib.parse.urlencode(parameters)}") as response:
         return json.load(response)["data"]
 
@@ -166,7 +161,7 @@ def test_prometheus_evaluates_the_alerts_of_a_healthy_server(prometheus):
         assert time.monotonic() < deadline, group
         time.sleep(0.2)
     assert [rule["name"] for rule in group["rules"]] == [alert["alert"] for alert in ALERTS]
-    # Alerts about refused requests may be pending, because other tests provoke such requests.
+    # Alerts may be pending, because other tests provoke refused requests.
     assert [alert for alert in query(prometheus, "alerts")["alerts"] if alert["state"] == "firing"] == []
     (target,) = query(prometheus, "targets")["activeTargets"]
     assert (target["health"], target["lastError"]) == ("up", "")

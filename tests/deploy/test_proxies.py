@@ -16,7 +16,6 @@ MAX_BODY_BYTES = 16 << 20
 
 @pytest.fixture(params=["server", "nginx", "caddy"])
 def url(request) -> str:
-    """The server itself, and each proxy."""
     return (
         request.getfixturevalue("server").url if request.param == "server" else request.getfixturevalue(request.param)
     )
@@ -28,7 +27,7 @@ def proxy(request) -> str:
 
 
 def with_buffer(site: str) -> str:
-    """nginx's configuration with buffers: nginx sends nothing until 64 KiB are full or the answer ends."""
+    """With buffers, nginx sends nothing until 64 KiB are full or the answer ends."""
     site = site.replace("proxy_buffering off;", "proxy_buffering on; proxy_ignore_headers X-Accel-Buffering;")
     return site.replace(
         "proxy_http_version 1.1;", "proxy_http_version 1.0; proxy_buffer_size 64k; proxy_buffers 8 64k;"
@@ -36,7 +35,6 @@ def with_buffer(site: str) -> str:
 
 
 def wait_until_draining(url: str) -> None:
-    """Sends requests to a server that was told to stop, until the server refuses a request."""
     deadline = time.monotonic() + 120
     while True:
         assert time.monotonic() < deadline
@@ -56,8 +54,7 @@ def test_nginx_accepts_the_configuration(tmp_path):
 
 
 def test_each_event_passes_the_proxy_at_once(url):
-    # A reader that waits for the CPU gets several events in one piece. But on a busy CPU the server is slow too, so a
-    # hundred events arrive in at least four pieces.
+    # On a busy CPU, several events may arrive in one piece.
     with stream_chat(url, max_tokens=100) as pieces:
         arrived = [piece for piece in pieces if b"data: " in piece]
     assert len(arrived) >= 4

@@ -33,8 +33,8 @@ from nanovllm_server.cli import make_parser
 from nanovllm_server.engine_flags import make_engine_config
 
 PAGE = (DEPLOY / "troubleshooting.md").read_text()
-# Flags that make the start fail, by a part of the message. PORT is in use, EMPTY is a directory without files, and no
-# server listens at the address of the hub.
+# Flags that make the start fail, by a part of the message. PORT is in use, EMPTY is an empty directory, and the hub
+# can't be reached.
 REFUSED_STARTS = {
     "is not a directory": ["/no/such/model"],
     "has no config.json: it is not a Hugging Face model directory": ["EMPTY"],
@@ -59,7 +59,6 @@ REFUSED_REQUESTS = {
     "Content-Type must be application/json": (415, {}, {"Content-Type": "text/plain"}),
     "the answer took longer than its limit": (504, {"max_tokens": 400, "timeout": 0.05}, {}),
 }
-# Messages with tests of their own, in which other requests run at the same time.
 QUEUE_IS_FULL = "the queue is full"
 BODY_MEMORY_IS_FULL = "too many large requests arrive at once"
 # Tests in other files of this folder and in tests/server provoke these messages.
@@ -94,10 +93,9 @@ def test_request_beyond_the_queue_gets_the_message(server):
 
 
 def send_large_body(url: str) -> tuple[int, dict[str, str]]:
-    """Return the status and the error of a large body, while two bodies hold all memory of the worker."""
+    """Returns status and error of a large body while two bodies hold all memory of the worker."""
     size = 16 << 20
     with ExitStack() as stack:
-        # These two bodies never arrive.
         for _ in range(2):
             connection = HTTPConnection(urlsplit(url).netloc)
             stack.callback(connection.close)
@@ -111,7 +109,7 @@ def send_large_body(url: str) -> tuple[int, dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def large_body_answer(server) -> Iterator[Future[tuple[int, dict[str, str]]]]:
-    """Sends a large body while other tests run, because the server refuses the body only after some time."""
+    """Runs beside other tests: the server refuses the body only after some time."""
     with ThreadPoolExecutor(1) as thread:
         yield thread.submit(send_large_body, server.url)
 

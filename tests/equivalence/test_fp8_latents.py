@@ -40,7 +40,6 @@ def make_prompts() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory, reference_generate) -> tuple[Path, list[list[int]]]:
-    """The directory of a tiny random model, and transformers' answer to every prompt."""
     torch.manual_seed(1)
     config = DeepseekV3Config(
         vocab_size=VOCAB,
@@ -86,7 +85,7 @@ async def generate(path: Path, device: str, settings: dict, *, is_preempted: boo
     rng = random.Random(5)
 
     async def generate_after_delay(index: int, prompt: list[int]) -> list[int]:
-        # Delays are short, because otherwise a GPU would finish each request before the next one arrives.
+        # With longer delays, a GPU would finish each request before the next request arrives.
         await asyncio.sleep(0 if is_preempted else rng.random() * 0.05)
         sampling = SamplingParams(temperature=0, max_tokens=OUTPUT_LEN, ignore_eos=True)
         outputs = engine.generate(Request(f"r{index}", prompt, sampling))
@@ -105,7 +104,7 @@ async def generate(path: Path, device: str, settings: dict, *, is_preempted: boo
 
 @pytest.fixture
 def quantised_answers(checkpoint, reference_generate, monkeypatch) -> list[list[int]]:
-    """transformers' answer to every prompt if it quantises the latents that would be cached."""
+    """Answers of transformers with quantised latents."""
     expand = modeling_deepseek_v3.DeepseekV3Attention.expand_kv
 
     def expand_quantised(self, latent, k_rope):

@@ -1,7 +1,6 @@
 """Engines of two ranks give the greedy tokens of one rank, which test_families.py compares to transformers.
 
-The tests run the first model of each family with one setting. One model per kind of attention also runs with a setting
-in which each rank has its own requests. The program `support/rank_matrix.py` runs every setting with every model.
+The program `support/rank_matrix.py` runs every setting with every model.
 """
 
 import pytest

@@ -1,8 +1,7 @@
 """Answers with drafts equal the answers without them, for every family and several settings of the engine.
 
-With n-grams, each request has a prediction: its answer with some wrong tokens. Most draft models are disturbed copies
-of the model. Therefore steps accept some drafts and reject others. Heads have random weights, so their drafts are
-nearly always wrong.
+Predictions are the answers with some wrong tokens, and most draft models are disturbed copies of the model, so that
+steps accept some drafts and reject others. Drafts of heads are nearly always wrong: their weights are random.
 """
 
 from pathlib import Path
@@ -18,8 +17,8 @@ from nanovllm_core import ConfigError
 from nanovllm_core.engine import build
 from nanovllm_core.scheduling.draft_times import DraftTimes
 
-# With more than two requests at once, nearly all steps would compute prompts. In such steps, draft models and heads
-# propose nothing.
+# With more than two requests at once, nearly all steps would compute prompts, and draft models and heads would propose
+# nothing.
 SMALL_CHUNKS = {**AMPLE_CACHE, "max_num_batched_tokens": 40, "max_num_seqs": 2}
 SETTINGS = {
     "one at a time": {**AMPLE_CACHE, "max_num_seqs": 1},
@@ -45,19 +44,19 @@ SAMPLINGS = (
     {"temperature": 0.8, "presence_penalty": 0.5, "repetition_penalty": 1.2},
     {"temperature": 0.7, "logit_bias": {7: 2.0, 40: -100.0}, "logprobs": 2},
 )
-# With first=1, the settings of a model begin at another setting than in PAIRS.
+# first=1: other settings than in PAIRS.
 DRAFT_PAIRS = sorted({*sample_pairs(MODELS, SETTINGS, 1, first=1), *sample_pairs(["Qwen2"], SETTINGS, 5, first=5)})
 HEAD_PAIRS = sample_pairs([name for name in MODELS if TINY_MODELS[name].has_mtp], SETTINGS, 5)
 
 
 @pytest.fixture
 def always_drafts(monkeypatch):
-    """Steps propose and verify as many drafts as they may, because all measured times are 0."""
+    """Steps propose as many drafts as they may, because all measured times are 0."""
     monkeypatch.setattr(build, "measure_draft_times", lambda *_: DraftTimes())
 
 
 def write_draft_model(name: str, draft_path: Path) -> None:
-    """Write a draft model for the tiny model `name`: a disturbed copy, or a disturbed Qwen3 for a recurrent model."""
+    """Writes a disturbed copy of the tiny model `name`, or a disturbed Qwen3 for the recurrent model."""
     write_tiny_checkpoint("Qwen3" if name == RECURRENT else name, draft_path)
     torch.manual_seed(0)
     for file in draft_path.glob("*.safetensors"):
@@ -92,8 +91,8 @@ async def check_drafts(path: Path, device: str, method: str, setting: str, draft
     settings = {"speculate": method, **settings}
     found = await generate(path, device, settings, **options, draft=draft, logprobs=logprobs)
     assert found == expected
-    # Other batches round sums differently. If this moves a key over a rounding border of FP8, log-probabilities change
-    # by up to 0.03, also without drafts (measured with 40 models).
+    # Other batches round sums differently. This may change a key's FP8 value and log-probabilities by up to 0.03, also
+    # without drafts.
     atol = 0.1 if settings.get("kv_cache_dtype") == "fp8" else 1e-3
     torch.testing.assert_close(logprobs, expected_logprobs, atol=atol, rtol=0)
 

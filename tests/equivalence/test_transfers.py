@@ -13,8 +13,7 @@ from transfer_matrix import CARRIERS, TRANSFER_SETTINGS, compare
 # The first model of each family.
 MODELS = list({tiny.family: name for name, tiny in reversed(TINY_MODELS.items())}.values())
 HEAD_MODELS = [name for name in MODELS if TINY_MODELS[name].has_mtp]
-# Every family and every setting has a run. Carriers take turns. Only `transfer_matrix.py` runs "own requests", because
-# this setting starts as many processes as "two ranks".
+# Every family and every setting but "own requests" has a run. Carriers take turns.
 SETTINGS = [setting for setting in TRANSFER_SETTINGS if setting not in ("heads", "own requests")]
 PAIRS = [*((name, "heads") for name in HEAD_MODELS), *zip(cycle(MODELS), SETTINGS, strict=False)]
 RUNS = [(*pair, carrier) for pair, carrier in zip(PAIRS, cycle(CARRIERS), strict=False)]
@@ -25,5 +24,4 @@ RUNS = [(*pair, carrier) for pair, carrier in zip(PAIRS, cycle(CARRIERS), strict
 async def test_fetched_prompts_have_the_answers_of_computed_prompts(name, setting, carrier, tmp_path, device):
     write_tiny_checkpoint(name, tmp_path)
     stats = await compare(tmp_path, device, setting, carrier)
-    # Tokens come from every tier. In settings with files, the blocks do not all fit into host memory.
     assert all(num_tokens > 0 for _, num_tokens in stats.loaded_tokens), stats.loaded_tokens

@@ -1,7 +1,6 @@
 """Engines run two layers of published width in bf16. Their log-probabilities are near those of float32 transformers.
 
-Settings change greedy tokens only where two tokens are almost equally likely. A CPU runs the same tests at reduced
-widths.
+Settings change greedy tokens only where two tokens are almost equally likely. CPU tests use reduced widths.
 """
 
 import asyncio
@@ -27,8 +26,8 @@ from nanovllm_core import EngineConfig
 
 MAX_NUM_SEQS, BLOCK_SIZE = 8, 16
 LAST_TOKEN = 5
-# The largest ratio of the engine's error to that of transformers, both in bf16, by quantile. ERROR_FLOOR, in nats, is
-# far below a usual error of bf16. It matters only where transformers happens to be almost exact.
+# The largest ratio of the engine's error to that of transformers, both in bf16, by quantile. ERROR_FLOOR (nats) matters
+# only where transformers happens to be almost exact.
 MAX_ERROR_RATIO_BY_QUANTILE = {0.5: 1.5, 0.9: 1.5, 0.99: 2.0}
 ERROR_FLOOR = 0.002
 # A quantile is compared if at least this number of a group's errors lie beyond it.
@@ -66,19 +65,17 @@ TRUE_SCALE = Scale("cuda", False, (4000, 3000, 2100, 1500, 1200, 1000, 700, 400)
 
 
 class Setting(NamedTuple):
-    """Options of an engine. budget: the field of Scale that says how many tokens a step may have."""
+    """budget: the field of Scale with the maximum tokens of a step. options: other options of the engine."""
 
     budget: str
     options: dict[str, object]
 
     @property
     def caches_prefixes(self) -> bool:
-        """Whether the engine reuses the blocks of a repeated prompt."""
         return self.options.get("prefix_caching") is not False
 
     @property
     def replays_graphs(self) -> bool:
-        """Whether a GPU replays every step from a CUDA graph."""
         return self.options.get("graph_mode") != "none"
 
 
@@ -97,7 +94,7 @@ CACHING_SETTINGS = [name for name, setting in SETTINGS.items() if setting.caches
 
 
 def make_config(scale: Scale, setting: Setting, prompts: list[list[int]]) -> EngineConfig:
-    """The engine's configuration; its cache holds every prompt at once."""
+    """The cache holds every prompt at once."""
     options = setting.options
     if scale.device == "cpu":
         # A CPU has no graphs, compiles nothing, and always chooses blocks of BLOCK_SIZE.
@@ -117,7 +114,7 @@ def make_config(scale: Scale, setting: Setting, prompts: list[list[int]]) -> Eng
 
 
 def make_prompts(scale: Scale, vocab_size: int) -> list[list[int]]:
-    """Long and short prompts in random order; half of them begin alike, and all end with the same token."""
+    """Long and short prompts in random order. Half of them begin alike; all end with the same token."""
     rng = random.Random(2)
     shared = [rng.randrange(3, vocab_size) for _ in range(max(scale.long_lengths))]
     lengths = [*scale.long_lengths, *range(1, 4), BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1, 2 * BLOCK_SIZE]
@@ -147,8 +144,8 @@ def reference_logprobs(model: PreTrainedModel, sequences: list[list[int]]) -> li
 class Case:
     """A family at one scale.
 
-    exact, rounded: log-probabilities of transformers in float32 and in bf16 with the same weights, for each prompt and
-    its baseline answer: float32 [len(prompt) + OUTPUT_LEN - 1, vocabulary]. answers: the baseline's.
+    exact, rounded: for each prompt with its baseline answer, log-probabilities of transformers in float32 and in bf16:
+        float32 [len(prompt) + OUTPUT_LEN - 1, vocabulary].
     """
 
     path: Path
@@ -159,11 +156,10 @@ class Case:
     rounded: list[Tensor] = field(default_factory=list)
 
     def observe(self, name: str) -> Observation:
-        """The results of an engine with the setting `name`. Settings with equal configurations share a run."""
+        """Settings with equal configurations share a run."""
         config = make_config(self.scale, SETTINGS[name], self.prompts)
         if config not in self.observations:
             self.observations[config] = asyncio.run(observe(self.path, config, self.prompts))
-            # Free the engine's graphs and caches before the next engine allocates its own.
             gc.collect()
             torch.cuda.empty_cache()
         return self.observations[config]
@@ -176,7 +172,7 @@ class Case:
     def max_gap(self) -> float:
         """Maximum by which bf16 changes the difference between the logits of two likely tokens.
 
-        The value is 1.5 times the 99.9th percentile of the changes in transformers: the factor covers rarer changes.
+        The value is 1.5 times the 99.9th percentile of the changes in transformers.
         """
         errors = []
         for exact, rounded in zip(self.exact, self.rounded, strict=True):
@@ -194,7 +190,6 @@ CASES = {
 
 
 def case_marks(family: str, scale: Scale) -> list[pytest.MarkDecorator]:
-    """Return the marks of a case. A quick run has only one family, at reduced widths."""
     if scale is TRUE_SCALE:
         return [pytest.mark.gpu]
     return [] if family == "llama" else [pytest.mark.slow]
@@ -204,7 +199,6 @@ def case_marks(family: str, scale: Scale) -> list[pytest.MarkDecorator]:
     scope="module", params=[pytest.param(name, marks=case_marks(*family_scale)) for name, family_scale in CASES.items()]
 )
 def case(request, tmp_path_factory) -> Iterator[Case]:
-    """A checkpoint on disk, the baseline's answers, and the reference's log-probabilities for these answers."""
     family, scale = CASES[request.param]
     path = tmp_path_factory.mktemp(family)
     model = make_wide_model(family, reduced=scale.reduced, device=scale.device, dtype=torch.bfloat16)
@@ -220,18 +214,17 @@ def case(request, tmp_path_factory) -> Iterator[Case]:
 
 
 def common_length(tokens: list[int], others: list[int]) -> int:
-    """Number of tokens with which both answers begin. The answers have equal lengths."""
+    """Length of the common prefix of two answers of OUTPUT_LEN tokens."""
     return next(
         (index for index, pair in enumerate(zip(tokens, others, strict=True)) if pair[0] != pair[1]), OUTPUT_LEN
     )
 
 
 def require_same_answers(case: Case, found: list[list[int]]) -> None:
-    """Compare answers with the baseline's, each up to its first difference.
+    """Compares each answer with the baseline's up to the first difference.
 
-    An answer may differ only where the float32 logits of the two tokens are at most `case.max_gap` apart. The tokens
-    after the difference have different contexts and are not compared. The share MIN_AGREEMENT of the answers must be
-    equal to the end.
+    There, the float32 logits of the two tokens must be at most `case.max_gap` apart. The share MIN_AGREEMENT of the
+    answers must be equal to the end.
     """
     num_equal = 0
     for index, (tokens, expected) in enumerate(zip(found, case.answers, strict=True)):
@@ -250,8 +243,8 @@ def require_same_answers(case: Case, found: list[list[int]]) -> None:
 def score_errors(case: Case, observation: Observation) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Absolute errors of the engine's log-probabilities and of transformers' in bf16, both against float32.
 
-    Returns both errors for each group of positions. Positions after an answer's first difference from the baseline are
-    left out: the reference did not see their contexts.
+    Returns both errors for each group of positions. Leaves out positions after an answer's first difference from the
+    baseline, because the reference has other contexts there.
     """
     found: dict[str, list[tuple[Tensor, Tensor]]] = {}
     for name, run in (("after cached prefixes", observation.repeated), ("after whole prompts", observation.scored)):
@@ -281,7 +274,7 @@ def score_errors(case: Case, observation: Observation) -> dict[str, tuple[np.nda
 
 
 def test_answers_depend_on_prompts_and_bf16_decides_few_tokens(case):
-    """Answers depend on what a prompt begins with, and bf16 decides few of their tokens."""
+    """All prompts end with the same token, so different answers depend on the tokens before it."""
     assert len({tuple(answer) for answer in case.answers}) > len(case.prompts) // 4
     logprobs = torch.cat([exact[-OUTPUT_LEN:] for exact in case.exact])
     assert logprobs.std(-1).mean() > LOGIT_STD

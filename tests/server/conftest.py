@@ -44,7 +44,7 @@ class RecordedStream(httpx2.AsyncByteStream):
 
 @pytest.fixture(autouse=True)
 def exchanges(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[ObservedResponse]]:
-    """The answers that OpenAI's client received in this test. Each must follow OpenAI's schema and ours."""
+    """The answers that OpenAI's client received in this test. Each must follow the contract."""
     exchanges: list[ObservedResponse] = []
     original_handler = httpx2.AsyncHTTPTransport.handle_async_request
 
@@ -61,7 +61,7 @@ def exchanges(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[ObservedResponse
 
 @pytest.fixture(scope="session")
 def server(run_server: Callable, default_model: Path) -> Iterator:
-    """A server with the default model in float32, so that its greedy tokens equal those of transformers."""
+    """A server in float32: its greedy tokens equal those of transformers."""
     with run_server(
         default_model, "--dtype", "float32", "--max-model-len", "512", "--cpu-cache-gib", "0.25", "--max-num-seqs", "8"
     ) as server:
@@ -92,7 +92,7 @@ def tiny_model(default_model: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.fixture(scope="session")
 def shallow_model(default_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The first layers of the default model, for tests that need its widths or a similar speed, but not its text."""
+    """The first layers of the default model, for tests that need no sensible text."""
     path = tmp_path_factory.mktemp("shallow") / "shallow"
     shutil.copytree(default_model, path, ignore=shutil.ignore_patterns("model.safetensors", "manifest.json"))
     config = json.loads((path / "config.json").read_text())
@@ -114,7 +114,7 @@ def shallow_server(run_server: Callable, shallow_model: Path) -> Iterator:
 
 @pytest.fixture(scope="session")
 def tiny_server(run_server: Callable, tiny_model: Path) -> Iterator:
-    """A server with the random model and all features, for tests that leave no state behind."""
+    """A server for tests that leave no state behind."""
     flags = ("--served-model-name", "tiny", "--max-model-len", "1024", "--cpu-cache-gib", "0.05", "--max-num-seqs", "8")
     parsers = ("--reasoning-parser", "think", "--tool-call-parser", "hermes")
     with run_server(tiny_model, *flags, *parsers, "--log-format", "json", "--log-prompts") as server:

@@ -25,7 +25,7 @@ def test_serve_measures_each_load_on_a_real_server(tiny_server, tmp_path, capsys
         assert point["prompt_tokens"] % 8 == 0
         assert 8 * 60 < point["prompt_tokens"] < 8 * 100
         assert point["ttft"]["p50"] <= point["e2e"]["p50"]
-        # Prompts share 40 words. Their full blocks are cached for all requests but the first.
+        # The full blocks of the 40 shared words are cached for all requests but the first.
         assert 0 < point["cached_tokens"] < 7 * 100
     assert plot.read_bytes().startswith(b"\x89PNG")
     out = capsys.readouterr().out
@@ -85,7 +85,6 @@ def test_conversations_measures_returning_turns_on_a_real_server(shallow_server,
 
 @pytest.mark.slow
 def test_speculation_measures_real_prompts_on_real_engines(shallow_model, tmp_path, capsys, monkeypatch):
-    # This test measures no speed.
     monkeypatch.setattr("nanovllm_server.bench.speculation.paired_runs.PAUSE_S", 0.0)
     file = tmp_path / "speculation.json"
     sizes = ["--prompts=1", "--rounds=1", "--output-len=24", "--max-model-len=1024", "--cpu-cache-gib=0.25"]

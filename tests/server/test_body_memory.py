@@ -1,4 +1,4 @@
-"""1,000 clients that send bodies of 16 MiB at the same time leave a worker small and able to answer others."""
+"""1,000 clients send bodies of 16 MiB at the same time: the worker stays small and answers other clients."""
 
 import asyncio
 import json
@@ -14,7 +14,6 @@ pytestmark = pytest.mark.slow
 
 NUM_CLIENTS = 1000
 MAX_WORKER_BYTES = 300 << 20
-# How long the clients send. The server reads a refused body for up to 10 s.
 SEND_S = 3
 KEY = "secret"
 # A request for another model is refused once its body has been parsed.
@@ -35,7 +34,6 @@ def server(run_server, tiny_model):
 
 
 def peak_bytes(pid: int) -> int:
-    """The largest resident memory that the process has had."""
     (line,) = (line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmHWM"))
     return int(line.split()[1]) << 10
 

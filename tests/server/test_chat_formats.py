@@ -8,7 +8,7 @@ pytestmark = pytest.mark.slow
 FLAGS = ("--max-model-len", "1024", "--cpu-cache-gib", "0.05", "--served-model-name", "tiny")
 FIELDS = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 9, "seed": 1}
 TOOLS = [{"type": "function", "function": {"name": "ping"}}]
-# This template begins reasoning in the prompt unless it is disabled, and it shows tools in an unknown format.
+# This template begins reasoning in the prompt unless reasoning is disabled. It shows tools in an unknown format.
 TEMPLATE = (
     "{% for message in messages %}{{ message.content }}\n{% endfor %}{{ tools | tojson }}"
     "{% if enable_thinking is not defined or enable_thinking %}<think>\n{% endif %}{# </think> #}"

@@ -1,4 +1,4 @@
-"""Tests of the check that compares every answer in this folder with OpenAI's schema and with ours."""
+"""Tests of `check_response`, which checks every answer to OpenAI's client in this folder."""
 
 import json
 import urllib.error
@@ -82,7 +82,7 @@ def test_other_endpoints_fit_the_contract(server):
 
 
 def test_the_openapi_document_has_the_schemas_of_the_check(server):
-    """The server publishes the schemas that answers are checked against. The request schema has the server's limits."""
+    """Only the request schema differs: it has the server's limits."""
     status, body = get(server, "/openapi.json")
     assert status == 200
     served = json.loads(body)

@@ -87,14 +87,13 @@ async def test_logprobs_are_sorted_and_their_bytes_join_to_the_answer(sdk):
         assert [top.logprob for top in entry.top_logprobs] == sorted(
             (top.logprob for top in entry.top_logprobs), reverse=True
         )
-        # With greedy sampling, the chosen token is the likeliest.
         assert entry.top_logprobs[0].token == entry.token
     text = b"".join(bytes(entry.bytes or []) for entry in entries).decode()
     assert text == answer.choices[0].message.content
 
 
 async def test_logprobs_of_an_answer_equal_those_in_a_prompt(sdk, default_model):
-    """The answer's tokens have the same log-probabilities in the prompt of a request that continues the answer."""
+    """A second request continues the answer, so its prompt contains the answer's tokens."""
     tokenizer = load_tokenizer(default_model)
     fields = {"logprobs": True, "extra_body": {"ignore_eos": True}}
     generated_choice = (await create(sdk, max_tokens=10, **fields)).choices[0]
@@ -113,7 +112,6 @@ async def test_logprobs_of_an_answer_equal_those_in_a_prompt(sdk, default_model)
     assert [one["logprob"] for one in own_entries[-10:]] == pytest.approx(
         [entry.logprob for entry in entries], abs=1e-3
     )
-    # With greedy sampling, each token was the likeliest.
     assert [one["rank"] for one in own_entries[-10:]] == [1] * 10
     assert all({one["rank"] for one in entry.values()} >= {1, 2} for entry in prompt_entries)
     assert answer.usage.prompt_tokens_details.cached_tokens == 0

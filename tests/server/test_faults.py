@@ -1,4 +1,4 @@
-"""Clients disconnect at any moment, ask for several choices, or send enormous prompts. Also the logs of requests."""
+"""Clients disconnect, ask for several choices, or send enormous prompts. Also tests logs of requests."""
 
 import asyncio
 import itertools
@@ -63,20 +63,18 @@ async def send_request(server, **fields) -> tuple[int, dict]:
 
 
 def draw_constraint(rng: random.Random) -> dict:
-    """Draw fields that constrain the answer, or no fields."""
     match rng.choice(["free", "free", "a call", "known", "new"]):
         case "a call":
             return {"tools": [TOOL], "tool_choice": "required"}
         case "known":
             return {"structured_outputs": {"regex": "[a-z ]+"}}
         case "new":
-            # A new schema each time, so that it is compiled during the test.
             return {"structured_outputs": {"regex": f"{rng.randrange(1 << 40)}[a-z ]+"}}
     return {}
 
 
 async def disconnect(server, rng: random.Random) -> None:
-    """Send a request and disconnect at a random moment: while it is sent, rendered, compiled, queued or computed."""
+    """Sends a random request and disconnects at a random moment."""
     fields = {
         "stream": rng.random() < 0.7,
         "n": rng.choice([1, 1, 1, 3]),
@@ -86,7 +84,7 @@ async def disconnect(server, rng: random.Random) -> None:
         "logprobs": rng.random() < 0.2,
     }
     if rng.random() < 0.5:
-        # The model continues this message, so it reasons.
+        # Continuing this message makes the model reason.
         fields["messages"].append({"role": "assistant", "content": "<think>"})
         fields["continue_final_message"] = True
     fields |= draw_constraint(rng)
@@ -112,7 +110,6 @@ async def disconnect(server, rng: random.Random) -> None:
                 case "at the end":
                     await reader.read()
     finally:
-        # Some clients close the connection, others abort it.
         if rng.random() < 0.5:
             writer.close()
         else:
@@ -135,13 +132,12 @@ async def test_disconnecting_at_any_moment_frees_everything(server):
     after = await wait_until_idle(server)
     assert after["generation_tokens_total"] > before["generation_tokens_total"]
     assert not any('"level":"error"' in line or "Traceback" in line for line in server.errors)
-    # If the server still counted clients that left, the queue would be full for some of these requests.
+    # If the server still counted the disconnected clients, the queue would be full.
     answers = await asyncio.gather(*(send_request(server) for _ in range(MAX_CONCURRENT)))
     assert [status for status, _ in answers] == [200] * MAX_CONCURRENT
 
 
 async def test_nothing_runs_a_second_after_fifty_clients_vanish(shallow_server):
-    """Queued requests end too: steps of prompts are short, and aborts are handled before the next step."""
     clients = [await connect(shallow_server) for _ in range(NUM_VANISHING)]
     for number, (_, writer) in enumerate(clients):
         messages = [{"role": "user", "content": f"{number} some word " * 60}]
@@ -151,7 +147,6 @@ async def test_nothing_runs_a_second_after_fifty_clients_vanish(shallow_server):
             found = await asyncio.to_thread(read_metrics, shallow_server)
             if found["num_requests_running"] and found["num_requests_waiting"]:
                 break
-    # At the end of this sleep, the server is computing some of the prompts.
     await asyncio.sleep(0.5)
     for _, writer in clients:
         writer.transport.abort()
@@ -165,10 +160,9 @@ async def test_nothing_runs_a_second_after_fifty_clients_vanish(shallow_server):
 
 
 async def test_choices_share_one_computed_prompt(server):
-    """The first choice computes the whole prompt. Each other choice computes only tokens outside shared blocks."""
+    """Each choice but the first computes only tokens outside shared blocks."""
     for n, words in ((8, 300), (3, 200)):
         before = await wait_until_idle(server)
-        # The salt keeps the prompt apart from blocks that other tests have cached.
         fields = {"n": n, "max_tokens": 4, "cache_salt": f"{n} choices"}
         status, body = await send_request(
             server, messages=[{"role": "user", "content": f"{n} word " * words}], **fields
@@ -237,7 +231,7 @@ async def test_prompts_are_not_logged_by_default_and_a_drain_timeout_ends_stream
                     "--log-level", "debug", "--drain-timeout", "1") as server:  # fmt: skip
         assert (await send_request(server, messages=[{"role": "user", "content": "a secret"}]))[0] == 200
         assert (await send_request(server, messages=[{"role": "user", "content": "a secret"}], temperature=9))[0] == 400
-        # A client whose answer is incomplete at the drain timeout gets an error event; the server exits with 0.
+        # At the drain timeout, incomplete answers get an error event. The server exits with 0.
         reader, writer = await connect(server)
         writer.write(request_bytes(stream=True, max_tokens=200, n=100, logprobs=True))
         await reader.readuntil(b"data: ")

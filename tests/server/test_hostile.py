@@ -56,19 +56,18 @@ async def run_all(url: str) -> dict[str, str]:
 
 
 def resident_bytes(pid: int) -> int:
-    """Return the resident memory of a process, in bytes."""
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
 
 
 async def attempts_over_limit(
     measure: Callable[[], Awaitable[float]], limit_s: float, measure_base: Callable[[], Awaitable[float]] | None = None
 ) -> list[str]:
-    """Measure until an attempt is within the limit. Returns all attempts if each is over the limit, else [].
+    """Returns all attempts if each is over the limit, else [].
 
     measure_base: measures seconds that are added to the limit if an attempt takes longer than `limit_s`. None: add 0.
 
-    Other programs may take most of the CPU for a moment or all the time. Therefore an attempt counts without their
-    share of the CPU, and the test repeats an attempt over the limit. On an idle machine, the limit is exact.
+    Other programs may take most of the CPU. Therefore an attempt counts without their share of the CPU, and attempts
+    over the limit are repeated.
     """
     attempts: list[str] = []
     while len(attempts) < MAX_ATTEMPTS:
@@ -85,7 +84,7 @@ def test_the_table_has_many_cases_with_unique_names():
 
 
 def read_grammars(request: bytes) -> tuple | None:
-    """Return the grammars that the server compiles for a request; None if there are none or the request is refused."""
+    """Returns the grammars that the server compiles for a request; None if it compiles none."""
     try:
         body = FieldReader(parse_body(request.partition(b"\r\n\r\n")[2]))
         answer_rule, tools = parse_answer_rule(body), parse_tools(body)
@@ -96,7 +95,7 @@ def read_grammars(request: bytes) -> tuple | None:
 
 
 def test_no_grammar_is_sent_twice():
-    """The server caches compiled grammars, so a second attempt with the same grammar would cost nothing."""
+    """The server caches compiled grammars: a second attempt with the same grammar would cost nothing."""
     num_compared = 0
     for case in [*CASES, *COST_CASES]:
         if (grammars := read_grammars(case.make_data())) is not None:
@@ -106,7 +105,6 @@ def test_no_grammar_is_sent_twice():
 
 
 async def test_hostile_inputs_are_answered_within_a_second_and_delay_no_stream_by_a_tenth_of_a_second(target):
-    """On an idle machine, the longest gap of a stream alone is about 10 ms."""
     assert await send_case(target.url, WARM_UP) is None
     delayed_streams: dict[str, list[str]] = {}
     slow_cases: list[Case] = []
@@ -125,7 +123,7 @@ async def test_hostile_inputs_are_answered_within_a_second_and_delay_no_stream_b
             if min(answer_times_s) > ANSWER_LIMIT_S:
                 slow_cases.append(case)
     assert delayed_streams == {}, json.dumps(delayed_streams, indent=1)
-    # The streams or other programs may have delayed these answers, so measure again without streams.
+    # The streams may have delayed these answers: measure again without streams.
     late_answers: dict[str, list[str]] = {}
     for case in slow_cases:
         if attempts := await attempts_over_limit(partial(measure_answer, target.url, case), ANSWER_LIMIT_S):
@@ -136,7 +134,7 @@ async def test_hostile_inputs_are_answered_within_a_second_and_delay_no_stream_b
 async def test_hostile_inputs_get_allowed_answers_and_leak_nothing(target):
     assert await run_all(target.url) == {}
     pids = [*target.worker_pids(), target.engine_pid()]
-    # The heap reaches its largest size after a few rounds. With a leak it would grow in every round.
+    # Without a leak, the heap stops growing after a few rounds.
     sizes = [[resident_bytes(pid) for pid in pids]]
     while len(sizes) < 2 or any(after - before > 16 << 20 for before, after in zip(sizes[-2], sizes[-1], strict=True)):
         assert len(sizes) < MAX_ROUNDS, sizes

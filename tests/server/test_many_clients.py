@@ -17,8 +17,6 @@ NUM_CLIENTS, NUM_LEAVERS, NUM_TOKENS = 40, 12, 20
 
 @dataclass
 class StreamResult:
-    """The result of one stream: tokens of the prompt and of the answer, and its text."""
-
     prompt: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     text: str = ""
@@ -39,7 +37,7 @@ def gauge(server, name: str) -> float:
 
 
 async def stream(sdk, index: int, leave_after: int | None = None) -> StreamResult:
-    """Read one stream, completely or only its beginning."""
+    """Reads one stream. leave_after: pieces of text after which the client leaves; None: the client reads all."""
     response = await sdk.chat.completions.create(
         model="shallow",
         messages=[{"role": "user", "content": f"Tell me something about the number {index}."}],
@@ -78,7 +76,6 @@ async def test_streams_lose_no_token_and_disconnects_free_everything(
     reference = load_reference(shallow_model, torch.float32, "cpu")
     tokenizer = load_tokenizer(shallow_model)
     for index, result in enumerate(answers):
-        # Each token is the likeliest after the tokens before it, as for a request alone on the server.
         assert result.tokens == greedy_choices(reference, result.prompt, result.tokens)
         text = tokenizer.backend.decode(result.tokens, skip_special_tokens=True)
         assert text.startswith(result.text) if index in leavers else text == result.text

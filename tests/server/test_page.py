@@ -19,7 +19,6 @@ async def test_page_streams_an_answer_and_updates_statistics(server):
         text_expression = "document.querySelector('.assistant .text')?.textContent"
         await tab.wait_until(f"{text_expression}?.includes('Paris')")
         lengths = []
-        # The answer goes on until the context is full, which leaves time for several checks.
         while len(lengths) < 4:
             lengths.append(await tab.evaluate(f"{text_expression}.length"))
             await tab.wait_until(f"{text_expression}.length > {lengths[-1]}")

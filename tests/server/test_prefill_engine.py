@@ -1,4 +1,4 @@
-"""A server with a prefill and a decode engine answers after the prefill engine died. No process or file is left."""
+"""Deaths of engines in a server with a prefill and a decode engine. No process or file is left."""
 
 import json
 import os
@@ -46,7 +46,7 @@ def read_events(errors: list[str], event: str) -> list[dict]:
 
 
 def wait_for_event(errors: list[str], event: str, number: int) -> dict:
-    """Waits until the log has `number` lines about `event`. Returns the last line."""
+    """Returns the last of `number` log lines about `event`."""
     wait_until(lambda: len(read_events(errors, event)) == number)
     return read_events(errors, event)[-1]
 
@@ -57,7 +57,6 @@ def assert_nothing_is_left(descendants: list[int], directory: Path) -> None:
 
 
 def read_outcomes(url: str) -> dict[str, float]:
-    """The number of prompts by outcome of their fetches."""
     with urllib.request.urlopen(f"{url}/metrics") as response:
         text = response.read().decode()
     pattern = r'nanovllm:kv_transfer_requests_total\{.*outcome="(\w+)".*\} (\S+)'
@@ -81,7 +80,7 @@ def test_killed_prefill_engine_is_restarted_while_the_server_answers(run_server,
         started = wait_for_event(server.errors, "prefill engine started", 1)
         os.kill(started["pid"], signal.SIGKILL)
         assert wait_for_event(server.errors, "prefill engine died", 1)["restart_delay_s"] == 1
-        # The decode engine now computes the prompts, because it has no blocks with this salt.
+        # The decode engine has no blocks with this salt and computes the prompts.
         assert {prompt: ask(server.url, prompt, cache_salt="new") for prompt in answers} == answers
         wait_for_event(server.errors, "prefill engine started", 2)
         assert ask(server.url)

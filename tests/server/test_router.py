@@ -30,8 +30,6 @@ START_S = 300
 
 
 class Cluster(NamedTuple):
-    """A router with its servers."""
-
     router_url: str
     prefill: object
     decode: object
@@ -43,7 +41,7 @@ def free_port() -> int:
 
 
 def post_chat(url: str, **fields: object) -> tuple[int, bytes]:
-    """Sends a chat request for a short greedy answer. Returns (status, body)."""
+    """Returns (status, body)."""
     defaults = {"model": MODEL, "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 16, "temperature": 0}
     body = json.dumps({**defaults, **fields}).encode()
     request = urllib.request.Request(f"{url}/v1/chat/completions", body, {"Content-Type": "application/json"})
@@ -63,13 +61,12 @@ def read_streamed_text(body: bytes) -> str:
 
 
 def read_requests(server) -> list[dict]:
-    """The log lines of a server's chat requests."""
     lines = [json.loads(line) for line in list(server.errors) if line.startswith("{")]
     return [line for line in lines if line["event"] == "request" and line["path"] == "/v1/chat/completions"]
 
 
 def wait_for_requests(server, number: int) -> list[dict]:
-    """Waits until the log has lines of `number` chat requests. The server writes a line after the response."""
+    """Waits for `number` log lines, because the server writes a line after the response."""
     deadline = time.monotonic() + 30
     while len(read_requests(server)) < number:
         assert time.monotonic() < deadline
@@ -78,7 +75,6 @@ def wait_for_requests(server, number: int) -> list[dict]:
 
 
 def read_metric(server, name: str) -> float:
-    """The sum of a metric's samples; 0 without the metric."""
     with urllib.request.urlopen(f"{server.url}/metrics") as response:
         lines = response.read().decode().splitlines()
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"nanovllm:{name}{{"))
@@ -86,7 +82,6 @@ def read_metric(server, name: str) -> float:
 
 @contextmanager
 def run_router(folder: Path, prefill_url: str, decode_url: str) -> Iterator[str]:
-    """Runs the router while the context lasts; yields its URL when it is ready."""
     port, log = free_port(), folder / "router.log"
     command = [
         *(ROUTER, "--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port())),
@@ -152,7 +147,7 @@ def test_answers_through_the_router_equal_those_of_one_server(cluster):
         (200, True, 1)
     ] * 2
     decoded = wait_for_requests(cluster.decode, num_before[1] + 2)[num_before[1] :]
-    # With another salt, the decode server finds no cached blocks, and computes the prompt itself.
+    # With another salt, the decode server finds no cached blocks and computes the prompt.
     for number, text in enumerate(texts, 1):
         _, body = post_chat(cluster.decode.url, messages=make_conversation(number), cache_salt="none")
         assert read_text(body) == text
@@ -164,7 +159,7 @@ def test_decode_server_fetches_prompts_from_the_prefill_server(cluster):
     num_before = len(read_requests(cluster.decode))
     fetched, served = (read_metric(*metric) for metric in metrics_of(cluster))
     post_chat(cluster.router_url, messages=make_conversation(3))
-    # The router replaces the usage in the answer by that of the prefill server, so read the decode server's log.
+    # The answer through the router has the usage of the prefill server, so read the decode server's log.
     line = wait_for_requests(cluster.decode, num_before + 1)[-1]
     assert line["cached_tokens"] > 0.9 * line["prompt_tokens"]
     # The engine's metrics are up to 0.1 s old.
@@ -178,5 +173,5 @@ def test_decode_server_fetches_prompts_from_the_prefill_server(cluster):
 
 
 def metrics_of(cluster: Cluster) -> list[tuple]:
-    """The servers and names of the metrics that count a transfer on both sides."""
+    """Servers and names of the metrics that count a transfer."""
     return [(cluster.decode, "kv_transfer_tokens_total"), (cluster.prefill, "kv_transfer_served_bytes_total")]

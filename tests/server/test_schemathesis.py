@@ -1,6 +1,6 @@
 """Generated requests, valid and invalid: no answer is a 5xx, and every answer fits the API's description.
 
-A longer run is the same program with more cases, against a running server:
+A longer run against a running server:
 
     export NANOVLLM_MODEL=SmolLM2-135M-Instruct PYTHONPATH=tests/server/schemathesis SCHEMATHESIS_HOOKS=hooks
     uv run schemathesis --config-file tests/server/schemathesis/schemathesis.toml \\
@@ -35,7 +35,6 @@ def test_no_generated_request_causes_a_5xx_or_an_undescribed_answer(tiny_server,
         timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    # The output has the number of cases of all phases and endpoints together.
     assert int(re.search(r"(\d+) generated", done.stdout)[1]) > 400, done.stdout
     assert tiny_server.process.poll() is None
     assert not any("Traceback" in line for line in tiny_server.errors), "".join(tiny_server.errors)

@@ -20,7 +20,7 @@ CITY_SCHEMA = {
     "additionalProperties": False,
 }
 PREDICTION = {"type": "content", "content": [{"type": "text", "text": f"{TEXT} {TEXT}"}]}
-# Fields of a request. The model repeats itself in long answers, so that drafts of n-grams are accepted.
+# In long answers, the model repeats itself, so that drafts of n-grams are accepted.
 REQUESTS = {
     "greedy": {"temperature": 0, "max_tokens": 80, "extra_body": {"ignore_eos": True}},
     "greedy with a prediction": {"temperature": 0, "max_tokens": 60, "prediction": PREDICTION},
@@ -59,7 +59,6 @@ def open_client(server) -> openai.AsyncOpenAI:
 
 @pytest.fixture
 async def client(speculating_server) -> AsyncIterator[openai.AsyncOpenAI]:
-    """A client of the server with drafts."""
     async with open_client(speculating_server) as client:
         yield client
 
@@ -74,8 +73,6 @@ async def answer_all(client: openai.AsyncOpenAI) -> list:
 
 @pytest.fixture(scope="module")
 def expected_answers(shallow_server) -> list:
-    """The answers of the server without drafts."""
-
     async def ask() -> list:
         async with open_client(shallow_server) as client:
             return await answer_all(client)
@@ -84,7 +81,7 @@ def expected_answers(shallow_server) -> list:
 
 
 def draft_totals(server) -> dict[str, float]:
-    """The metrics of drafts, by name. Counters of single positions are added up."""
+    """Metrics of drafts by name, summed over positions."""
     with urllib.request.urlopen(f"{server.url}/metrics") as response:
         text = response.read().decode()
     totals: dict[str, float] = {}
@@ -94,7 +91,6 @@ def draft_totals(server) -> dict[str, float]:
 
 
 def check_same_answer(expected, actual) -> None:
-    """Checks that two answers are equal, except for the numbers of drafts."""
     for choice, other in zip(expected.choices, actual.choices, strict=True):
         assert other.message == choice.message
         assert other.finish_reason == choice.finish_reason
@@ -122,7 +118,7 @@ async def test_simultaneous_answers_are_the_same_with_and_without_drafts(client,
     assert set(json.loads(choice.message.content)) == {"city", "cities"}
 
 
-# Only n-grams: a model that drafts for itself costs more time than it saves, so the engine does not use its drafts.
+# Only n-grams: the engine does not use the other drafts, because the model as its own draft model saves no time.
 @pytest.mark.parametrize("speculating_server", ["ngram"], indirect=True)
 async def test_usage_and_metrics_count_the_drafts(client, shallow_server, speculating_server):
     before = draft_totals(speculating_server)

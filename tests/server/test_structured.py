@@ -63,7 +63,7 @@ async def create(sdk, **fields):
 
 
 async def create_streamed(sdk, **fields):
-    """Assemble content, calls and finish reason from a stream."""
+    """Returns content, calls and finish reason."""
     content, calls, reason = "", {}, None
     async for chunk in await create(sdk, stream=True, **fields):
         choice = chunk.choices[0]
@@ -118,7 +118,6 @@ async def test_a_tool_call_and_its_result_are_in_the_next_prompt(sdk):
     (call,) = message.tool_calls
     result = {"role": "tool", "tool_call_id": call.id, "content": "Rain, 12 C."}
     after = await create(sdk, messages=[*MESSAGES, message.model_dump(), result], tools=TOOLS, max_tokens=20)
-    # The call and its result are in the prompt.
     assert after.usage.prompt_tokens > answer.usage.prompt_tokens + 20
 
 
@@ -225,8 +224,7 @@ async def test_constraints_that_can_not_be_enforced_are_a_400(sdk, fields, param
 
 @pytest.mark.slow
 async def test_reasoning_is_unconstrained_and_has_a_budget(run_server, shallow_model, tmp_path):
-    # Make a model directory with links to the files of the model. Copy only tokenizer.json, and rename two special
-    # tokens there to <think> and </think>.
+    # Make a copy of the model with two special tokens renamed to <think> and </think>.
     model = tmp_path / "thinking"
     model.mkdir()
     for file in shallow_model.iterdir():

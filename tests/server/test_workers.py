@@ -53,7 +53,7 @@ def client(server, api_key="any"):
 
 
 async def send_request(server, api_key="any", **fields):
-    """Send a request on a new connection, so that either worker may get it."""
+    """Uses a new connection, so that either worker may get the request."""
     async with client(server, api_key) as sdk:
         return await sdk.chat.completions.create(
             **{"model": "tiny", "messages": MESSAGES, "temperature": 0, "extra_body": {"ignore_eos": True}} | fields
@@ -61,7 +61,6 @@ async def send_request(server, api_key="any", **fields):
 
 
 async def send_stream_request(server, number, max_tokens):
-    """Return the text of a stream, which must end."""
     async with client(server) as sdk:
         stream = await sdk.chat.completions.create(
             model="tiny",
@@ -156,7 +155,6 @@ async def test_a_dead_worker_is_replaced(shared_server):
     os.kill(victim, signal.SIGKILL)
     ended = await asyncio.gather(*streams, return_exceptions=True)
     lost = [error for error in ended if isinstance(error, Exception)]
-    # The streams of the other worker complete.
     assert len(lost) < 8
     assert all(isinstance(error, openai.APIError | OSError) or "peer closed" in str(error) for error in lost)
     async with asyncio.timeout(30):
@@ -166,7 +164,7 @@ async def test_a_dead_worker_is_replaced(shared_server):
             await asyncio.sleep(0.05)
     assert other in pids
     assert victim not in pids
-    # Either worker may get a connection. A connection to the dead worker waits for its replacement.
+    # A connection to the dead worker waits for the replacement.
     for _ in range(8):
         assert (await send_request(shared_server, max_tokens=2)).usage.completion_tokens == 2
     assert read_metric(shared_server, "kv_cache_usage_perc") == 0
@@ -178,7 +176,7 @@ async def test_a_dead_worker_is_replaced(shared_server):
 async def test_a_worker_that_does_not_respond_is_replaced_unless_replacements_die(run_server, tiny_model):
     with run_server(tiny_model, *FLAGS, "--worker-timeout", "2", "--log-format", "json") as server:
         pids = set(server.worker_pids())
-        # The parent misses answers of workers while it is stopped, but must not replace workers for this.
+        # While the parent is stopped, it misses answers of workers, but must not replace the workers.
         server.process.send_signal(signal.SIGSTOP)
         await asyncio.sleep(2.5)
         server.process.send_signal(signal.SIGCONT)
@@ -186,14 +184,14 @@ async def test_a_worker_that_does_not_respond_is_replaced_unless_replacements_di
         victim = min(pids)
         os.kill(victim, signal.SIGSTOP)
         async with asyncio.timeout(60):
-            # A killed worker's successor serves once it has loaded the tokenizer.
+            # The replacement serves once it has loaded the tokenizer.
             while victim in (new_pids := set(server.worker_pids())) or len(new_pids) < 2:
                 await asyncio.sleep(0.05)
         assert pids - new_pids == {victim}
         for _ in range(8):
             assert (await send_request(server, max_tokens=1)).usage.completion_tokens == 1
         assert error_events(server) == [WORKER_HANGS, WORKER_DIED]
-        # The server ends only if a replacement dies before it is ready. So kill workers until one dies while it starts.
+        # The server ends only if a replacement dies before it is ready: kill workers until this happens.
         engine_pid = server.engine_pid()
         async with asyncio.timeout(120):
             while server.process.poll() is None:
@@ -223,7 +221,6 @@ async def test_both_workers_drain_on_sigterm(run_server, tiny_model):
         async with asyncio.timeout(60):
             while read_metric(server, "num_requests_running") < 8:
                 await asyncio.sleep(0.01)
-        # These requests wait in the queue; they are accepted too.
         streams += [asyncio.create_task(send_stream_request(server, number, 100)) for number in range(8, 12)]
         async with asyncio.timeout(60):
             while read_metric(server, "num_requests_waiting") < 4:
@@ -232,7 +229,7 @@ async def test_both_workers_drain_on_sigterm(run_server, tiny_model):
         # A service manager may signal all processes of the service; only the parent reacts.
         for pid in (*server.worker_pids(), server.engine_pid()):
             os.kill(pid, signal.SIGTERM)
-        # Each connection may reach either worker: wait until both refuse.
+        # Each connection may reach either worker.
         async with asyncio.timeout(60):
             refusals = 0
             while refusals < 6:
@@ -305,7 +302,7 @@ def kill_workers(server, engine_pid):
 
 
 def has_rings(pid):
-    """Whether the process has the shared memory in which workers exchange encodings."""
+    """Whether the process has shared memory for encodings."""
     try:
         return "nanovllm-rings" in Path(f"/proc/{pid}/maps").read_text()
     except FileNotFoundError:

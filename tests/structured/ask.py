@@ -24,14 +24,13 @@ from asking import FAILURES, VERDICTS, WAYS, Client, NamedSchema, Outcome, Quest
 from tqdm import tqdm
 
 CORPORA = ("suite", "tools", "real")
-# Fields of an outcome that `record` writes.
 OUTCOME_FIELDS = ("verdict", "detail", "text", "tokens", "seconds", "token_ids", "accepted_drafts", "rejected_drafts")
-# Maximum number of functions of the corpus "tools" in a request that requires a call of any of its functions.
+# Maximum number of functions in a question of the way "required" to the corpus "tools".
 MAX_OFFERED_FUNCTIONS = 4
 
 
 def read_cases(path: Path | None) -> list[NamedSchema]:
-    """Read the schemas of all corpora from a file that `--save` wrote, or from their sources if `path` is None."""
+    """Reads all corpora from a file that `--save` wrote; None: from the installed packages and data files."""
     if path is not None:
         return [NamedSchema(**case) for case in json.loads(path.read_text())]
     from corpora import CORPUS_LOADERS
@@ -40,7 +39,7 @@ def read_cases(path: Path | None) -> list[NamedSchema]:
 
 
 def make_questions(cases: list[NamedSchema], corpora: list[str], ways: list[Way], limit: int | None) -> list[Question]:
-    """Make one question per way and schema; with the way "required", a question offers several functions."""
+    """Makes one question per way and schema. With the way "required", a question may offer several functions."""
     questions: list[Question] = []
     for corpus in corpora:
         chosen = [case for case in cases if case.corpus == corpus]
@@ -61,7 +60,7 @@ def make_questions(cases: list[NamedSchema], corpora: list[str], ways: list[Way]
 
 @contextmanager
 def run_own_server(*arguments: str, environment: Mapping[str, str] | None = None) -> Iterator[str]:
-    """Run a server with these arguments; yields its URL. Without a model, it has the default model.
+    """Runs a server and yields its URL.
 
     environment: variables in addition to those of this process.
     """
@@ -79,9 +78,9 @@ def run_own_server(*arguments: str, environment: Mapping[str, str] | None = None
 
 
 def ask_all(client: Client, questions: list[Question], concurrency: int, *, in_groups: bool = False) -> list[Outcome]:
-    """Ask all questions; returns the outcomes in the order of the questions.
+    """Returns the outcomes in the order of the questions.
 
-    in_groups: ask `concurrency` questions at the same moment, and the next ones when all are answered.
+    in_groups: ask `concurrency` questions at once, and the next group when all are answered.
     """
     outcomes: dict[int, Outcome] = {}
     group_size = concurrency if in_groups else max(len(questions), 1)
@@ -97,20 +96,19 @@ def ask_all(client: Client, questions: list[Question], concurrency: int, *, in_g
                     if outcome.verdict in FAILURES:
                         bar.write(format_failure(outcome))
     finally:
-        # After an interrupt, only the requests that were already sent are waited for.
+        # After an interrupt, wait only for requests that were already sent.
         pool.shutdown(cancel_futures=True)
     return [outcomes[index] for index in range(len(questions))]
 
 
 def format_failure(outcome: Outcome) -> str:
-    """Return a failure as one line."""
     names = ", ".join(each.name for each in outcome.question.schemas)
     end = outcome.text if len(outcome.text) < 300 else "..." + outcome.text[-300:]
     return f"{outcome.verdict.upper()} {outcome.question.way} {names}: {outcome.detail} {end!r}"
 
 
 def format_table(outcomes: list[Outcome]) -> str:
-    """Return a table: the number of each verdict and the length of valid answers, by corpus and way."""
+    """Counts verdicts, and averages the length of valid answers, by corpus and way."""
     rows = [["corpus", "asked as", *VERDICTS, "all", "tokens of valid"]]
     groups = dict.fromkeys((outcome.question.corpus, outcome.question.way) for outcome in outcomes)
     for corpus, way in groups:
@@ -129,7 +127,6 @@ def _format_numbers(outcomes: list[Outcome]) -> list[str]:
 
 
 def record(outcome: Outcome) -> dict[str, object]:
-    """Return an outcome as a JSON object."""
     question = outcome.question
     return {
         "corpus": question.corpus,
@@ -140,7 +137,6 @@ def record(outcome: Outcome) -> dict[str, object]:
 
 
 def main() -> int:
-    """Ask, print the table, and return 1 if anything is wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", help="URL of a running server, such as http://127.0.0.1:8000")
     parser.add_argument("--corpus", nargs="+", choices=CORPORA, default=list(CORPORA))

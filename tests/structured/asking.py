@@ -1,4 +1,4 @@
-"""Asks a running server, over HTTP only, for answers that follow a schema, and judges the answers."""
+"""Asks a running server for answers that follow a schema, and judges the answers."""
 
 import http.client
 import json
@@ -15,22 +15,21 @@ import orjson
 from refusals import names_keyword
 from tails import Tail, find_tail
 
-# How a question uses a schema: as the format of the answer, as the parameters of functions of which at least one must
-# be called, or as the parameters of the function that must be called.
+# A schema is the format of the answer, or the parameters of a function. "required": any function must be called.
 Way = Literal["answer", "required", "named"]
 WAYS: tuple[Way, ...] = ("answer", "required", "named")
 # valid: the answer ended and meets the schema.
 # refused: a 400 that names a keyword of the schema.
 # no object: a 400, because arguments must be an object and the schema allows none.
 # limit: a 400, because the conversation is too long or the grammar takes too long to compile.
-# cut: max_tokens ended the answer inside a part of JSON that would have ended.
-# run away: max_tokens ended the answer inside a part of JSON that would not have ended.
+# cut: max_tokens ended the answer.
+# run away: max_tokens ended the answer inside a part of JSON that looks endless.
 # invalid: the answer ended but does not meet the schema, or it calls an unknown function.
 # broken: any other answer.
 Verdict = Literal["valid", "refused", "no object", "limit", "cut", "run away", "invalid", "broken"]
 VERDICTS: tuple[Verdict, ...] = ("valid", "refused", "no object", "limit", "cut", "run away", "invalid", "broken")
 FAILURES: frozenset[Verdict] = frozenset({"run away", "invalid", "broken"})
-# Maximum characters of a schema in the prompt of the way "answer". The server itself adds functions to the prompt.
+# Maximum characters of a schema in the prompt of the way "answer".
 MAX_SHOWN_CHARACTERS = 500
 TIMEOUT_S = 1800
 NUM_TOP_LOGPROBS = 20
@@ -38,8 +37,6 @@ NUM_TOP_LOGPROBS = 20
 
 @dataclass(frozen=True, slots=True)
 class NamedSchema:
-    """A schema of a corpus."""
-
     corpus: str
     name: str
     schema: Any
@@ -54,7 +51,6 @@ class Question:
 
     @property
     def corpus(self) -> str:
-        """The corpus of the schemas."""
         return self.schemas[0].corpus
 
 
@@ -63,8 +59,8 @@ class Outcome:
     """The outcome of a question.
 
     detail: the error, the reason of a refusal, or where the answer was cut.
-    token_ids: ids of the answer's tokens; empty if the server answered with an error.
-    accepted_drafts, rejected_drafts: drafts of speculative decoding that the server verified.
+    token_ids: empty if the server answered with an error.
+    accepted_drafts, rejected_drafts: tokens of speculative decoding.
     """
 
     question: Question
@@ -80,22 +76,18 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Client:
-    """A client of one server."""
-
     url: str
     max_tokens: int
     temperature: float
 
     @cached_property
     def model(self) -> str:
-        """The name of the served model."""
         status, body = self._exchange("GET", "/v1/models", None)
         if status != 200:
             raise RuntimeError(f"{self.url}/v1/models: status {status}")
         return body["data"][0]["id"]
 
     def ask(self, question: Question, seed: int) -> Outcome:
-        """Send a question, wait for the answer, and judge it."""
         begin = time.perf_counter()
         try:
             status, body = self._exchange("POST", "/v1/chat/completions", self._request(question, seed))
@@ -119,9 +111,9 @@ class Client:
         )
 
     def likeliest_tokens(self, question: Question, seed: int) -> list[dict[int, float]]:
-        """Send a question again. Return the likeliest tokens at each place of the answer, with log-probabilities.
+        """Sends a question again. Returns the likeliest tokens at each place of the answer, with log-probabilities.
 
-        The log-probabilities are those before grammar and temperature, but depend on the tokens before the place.
+        Log-probabilities are those before grammar and temperature.
         """
         options = {"logprobs": True, "top_logprobs": NUM_TOP_LOGPROBS, "return_tokens_as_token_ids": True}
         status, body = self._exchange("POST", "/v1/chat/completions", {**self._request(question, seed), **options})
@@ -176,7 +168,6 @@ class Client:
 
 
 def function_name(named: NamedSchema, index: int) -> str:
-    """Return the name of the function whose parameters are the index-th schema of a request."""
     return f"{re.sub('[^A-Za-z0-9_]+', '_', named.name)[:40]}_{index}"
 
 
@@ -185,7 +176,7 @@ def _user(text: str) -> dict[str, str]:
 
 
 def judge(question: Question, status: int, body: Any) -> tuple[Verdict, str, str]:
-    """Return the verdict on an answer, the reason, and the text that was judged."""
+    """Returns the verdict, its reason, and the judged text."""
     if status != 200:
         return _judge_refusal(status, body)
     (choice,) = body["choices"]
@@ -238,11 +229,10 @@ def _judge_refusal(status: int, body: Any) -> tuple[Verdict, str, str]:
 
 
 def _find_problem(answer: tuple[NamedSchema, str]) -> str | None:
-    """Return why a text is not JSON that meets its schema; None if it is."""
+    """Returns why a text is not JSON that meets the schema; None if the text is correct."""
     schema = answer[0].schema
     try:
         value = json.loads(answer[1])
-        # orjson is stricter than json: what orjson accepts, other readers accept too.
         orjson.loads(answer[1])
     except (ValueError, RecursionError) as error:
         return f"not JSON: {error}"

@@ -1,9 +1,8 @@
 """`python tests/structured/compare_drafts.py`: asks for JSON and tool calls with and without drafts, and compares.
 
-It starts two servers, one after the other, with the default model in float32 on the CPU. Only the first one has
-`--speculate`: n-grams, or the default model as its own draft model. `--speculate mtp` needs `--model`, a checkpoint
-with heads for multi-token prediction and a tokenizer. Both servers get the same questions with the same seeds.
-The program prints verdicts, drafts and every difference of token ids. It exits with 1 if an answer is a failure or
+It starts two servers, one after the other, with the default model in float32 on the CPU. Only the first server has
+`--speculate`. `--speculate draft` makes the default model its own draft model. `--speculate mtp` needs `--model`, a
+checkpoint with heads for multi-token prediction and a tokenizer. The program exits with 1 if an answer is a failure or
 differs.
 """
 
@@ -24,7 +23,6 @@ from asking import FAILURES, WAYS, Client, Outcome, Question
 from nanovllm_models.default_model import MODEL_NAME
 
 PLAIN_FLAGS = ("--device", "cpu", "--dtype", "float32")
-# Its `sitecustomize.py` makes engines always draft.
 ALWAYS_DRAFT_DIRECTORY = Path(__file__).parent / "always_draft"
 DRAFT_FLAGS = {
     "ngram": (*PLAIN_FLAGS, "--speculate", "ngram"),
@@ -37,11 +35,10 @@ DRAFT_FLAGS = {
 class Difference:
     """The first token in which two answers differ. Pairs are in the order (without drafts, with drafts).
 
-    seed: of the request; also the index of the question.
+    seed: seed of the request, which is the index of the question.
     tokens: None for an answer that has ended.
     margin: log-probability of the token without drafts minus that of the token with drafts, before grammar and
-        temperature. None if unknown: an answer has ended, a token is unlikely, or the question gave other
-        tokens when asked again.
+        temperature; None if unknown.
     """
 
     name: str
@@ -54,16 +51,13 @@ class Difference:
 
 
 def spread(questions: list[Question], number: int) -> list[Question]:
-    """Choose `number` of the questions, evenly spread; all if there are fewer."""
+    """Returns at most `number` of the questions, evenly spread."""
     count = min(number, len(questions))
     return [questions[index * len(questions) // count] for index in range(count)]
 
 
 def find_differences(client: Client, plain: list[Outcome], drafted: list[Outcome]) -> list[Difference]:
-    """Compare outcomes by their token ids and verdicts.
-
-    client: client of the server without drafts; measures margins.
-    """
+    """Compares token ids and verdicts. client: client of the server without drafts."""
     return [
         _difference(client, seed, *pair)
         for seed, pair in enumerate(zip(plain, drafted, strict=True))
@@ -91,7 +85,7 @@ def _difference(client: Client, seed: int, plain: Outcome, drafted: Outcome) -> 
 def _margin(client: Client, seed: int, plain: Outcome, position: int, token_with_drafts: int | None) -> float | None:
     if position >= len(plain.token_ids) or token_with_drafts is None:
         return None
-    # The answer may differ again, because the question is now alone in its steps.
+    # The repeated answer may differ, because the question is now alone in its steps.
     repeated = client.ask(plain.question, seed)
     if repeated.token_ids[: position + 1] != plain.token_ids[: position + 1]:
         return None
@@ -105,7 +99,6 @@ def _margin(client: Client, seed: int, plain: Outcome, position: int, token_with
 
 
 def format_summary(outcomes: list[Outcome]) -> str:
-    """Return the number of answers, failures, tokens and drafts as one line."""
     answered = [outcome for outcome in outcomes if outcome.token_ids]
     failures = sum(outcome.verdict in FAILURES for outcome in outcomes)
     tokens = sum(outcome.tokens for outcome in outcomes)
@@ -125,11 +118,9 @@ class Comparison:
 
     @property
     def is_good(self) -> bool:
-        """Whether no answer is a failure, and all answers are equal."""
         return not self.differences and not any(outcome.verdict in FAILURES for outcome in (*self.plain, *self.drafted))
 
     def describe(self) -> str:
-        """Return a table of the answers with drafts, a summary of both servers, and all differences."""
         lines = [f"\ntemperature {self.temperature:g}, with drafts", format_table(self.drafted)]
         lines += [f"without drafts: {format_summary(self.plain)}", f"with drafts:    {format_summary(self.drafted)}"]
         ways = Counter(difference.way for difference in self.differences)
@@ -137,7 +128,6 @@ class Comparison:
         return "\n".join([*lines, *(f"  {difference}" for difference in self.differences)])
 
     def record(self) -> dict[str, object]:
-        """Return everything as a JSON object."""
         return {
             "temperature": self.temperature,
             "plain": [*map(record, self.plain)],
@@ -156,10 +146,10 @@ def compare(
     *,
     always_drafts: bool,
 ) -> list[Comparison]:
-    """Ask a server with drafts, then a server without drafts.
+    """Asks a server with drafts, then a server without drafts.
 
     method: value of --speculate.
-    always_drafts: value of --always. If True, questions come in groups, because steps with prompts propose no drafts.
+    always_drafts: value of --always. Questions then come in groups, because steps with prompts propose no drafts.
     """
     search_path = filter(None, (str(ALWAYS_DRAFT_DIRECTORY), os.environ.get("PYTHONPATH")))
     environment = {"PYTHONPATH": os.pathsep.join(search_path)} if always_drafts else {}
@@ -178,7 +168,6 @@ def compare(
 
 
 def main() -> int:
-    """Ask both servers, print the comparison, and return 1 if anything is wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--number", type=int, default=1000, help="questions, evenly spread over corpora and ways")
     parser.add_argument("--model", default=MODEL_NAME, help="checkpoint directory, by default the default model")

@@ -12,15 +12,14 @@ from pathlib import Path
 from typing import Any
 
 DATA = Path(__file__).parent / "data"
-# Packages that contain JSON schemas as files.
 PACKAGES = ("check-jsonschema", "validate-pyproject-schema-store", "jsonschema-specifications")
-# Maximum number of parts of one schema, per keyword, that become cases of their own.
+# Maximum number of definitions of one schema, per keyword, that become cases.
 MAX_PARTS = 6
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A schema, with values that meet it and values that do not."""
+    """A schema, with valid and invalid values."""
 
     name: str
     schema: Any
@@ -29,17 +28,17 @@ class Case:
 
 
 def load_suite() -> list[Case]:
-    """Return the official suite of draft 2020-12."""
+    """Returns the official suite of draft 2020-12."""
     return [Case(**case) for case in _load("json_schema_test_suite.json.gz")]
 
 
 def load_tool_parameters() -> list[Case]:
-    """Return schemas of function parameters, as people write them for models."""
+    """Returns schemas of function parameters that people wrote for models."""
     return [Case(**case) for case in _load("bfcl.json.gz")]
 
 
 def load_package_schemas() -> list[Case]:
-    """Return schemas of installed packages: files, parts of files, and pydantic models."""
+    """Returns schemas of installed packages: files, parts of files, and pydantic models."""
     return [*_read_files(), *_read_models("openai.types.chat"), *_read_models("openai.types.fine_tuning")]
 
 
@@ -67,7 +66,6 @@ def _read_files() -> Iterator[Case]:
 
 
 def _read_models(package: str) -> Iterator[Case]:
-    """Yield every pydantic model in the modules of a package."""
     from pydantic import BaseModel
     from pydantic.errors import PydanticInvalidForJsonSchema, PydanticUserError
 
@@ -83,5 +81,4 @@ def _read_models(package: str) -> Iterator[Case]:
                 continue  # pydantic can't describe one of its fields.
 
 
-# Functions that load the corpora, by name.
 CORPUS_LOADERS = {"suite": load_suite, "tools": load_tool_parameters, "real": load_package_schemas}

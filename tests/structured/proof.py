@@ -1,4 +1,4 @@
-"""The proof: each schema is refused, or everything that its grammar permits meets the schema."""
+"""Proof by samples: each schema is refused, or the texts that its grammar permits meet the schema."""
 
 import json
 import random
@@ -18,7 +18,6 @@ from nanovllm_core.errors import GrammarError
 from nanovllm_core.grammar.schemas.conversion import convert_schema
 from nanovllm_core.grammar.schemas.formats import FORMATS
 
-# Compile times above this number of seconds are reported.
 SLOW_COMPILE_S = 2.0
 
 
@@ -37,7 +36,7 @@ class Report:
 def prove(
     walker: Walker, cases: Iterable[Case], walks: int, *, tag: bool = False, report: Report | None = None
 ) -> Report:
-    """Convert each schema, compile its grammar, walk through the grammar, and validate the texts of the walks."""
+    """Compiles each schema, walks through the grammar, and validates the texts of the walks."""
     report = report or Report()
     for case in cases:
         _prove(walker, case, walks, tag, report)
@@ -64,7 +63,7 @@ def _prove(walker: Walker, case: Case, walks: int, tag: bool, report: Report) ->
     report.seconds["compile"] += compile_s
     if compile_s > SLOW_COMPILE_S:
         report.slow.append(f"{case.name}: {compile_s:.1f} s")
-    # Grammars do not enforce formats outside FORMATS, so they may permit values of another format.
+    # Grammars do not enforce formats outside FORMATS.
     is_format_ignored = case.name.startswith("optional/format") and case.schema.get("format") not in FORMATS
     for value in [] if is_format_ignored else case.invalid:
         if walker.accepts(grammar, json.dumps(value, ensure_ascii=False)):

@@ -12,7 +12,6 @@ from walks import default_walker
 
 
 def main() -> int:
-    """Print the outcomes for each corpus; returns 1 if anything is wrong."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--walks", type=int, default=20, help="texts that each schema's grammar generates")
     parser.add_argument("--corpus", nargs="+", choices=CORPUS_LOADERS, default=list(CORPUS_LOADERS))

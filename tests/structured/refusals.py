@@ -12,5 +12,4 @@ KEYWORDS = frozenset(
 
 
 def names_keyword(message: str) -> bool:
-    """Return whether the message of a refusal begins with a keyword."""
     return message.split(" ", 1)[0] in KEYWORDS

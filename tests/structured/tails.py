@@ -18,15 +18,15 @@ _NUMBER = re.compile(r"[-+.0-9eE]+$")
 
 @dataclass(frozen=True, slots=True)
 class Tail:
-    """part: the part of JSON in which the text was cut off. endless: whether this part looks as if it never ends."""
+    """part: the part of JSON in which the text was cut off. endless: whether the part looks endless."""
 
     part: Literal["whitespace", "number", "string", "array or object"]
     endless: bool
 
 
 def find_tail(text: str, tokens: Sequence[int]) -> Tail:
-    """Return where `text`, the beginning of a JSON text, was cut off. tokens: the last tokens of `text`."""
-    # After complete strings are removed, a quotation mark begins the string that was cut off.
+    """Returns where a JSON text was cut off. tokens: the last tokens of `text`."""
+    # Without complete strings, a quotation mark begins the string that was cut off.
     _, quote, within = _STRING.sub("", text).partition('"')
     if quote:
         return Tail("string", is_repetitive(within, REPEATED_CHARACTERS) and is_repetitive(tokens, REPEATED_TOKENS))
@@ -39,7 +39,7 @@ def find_tail(text: str, tokens: Sequence[int]) -> Tail:
 
 
 def is_repetitive(text: Sequence[object], min_length: int) -> bool:
-    """Return whether at least the last `min_length` elements of `text` repeat a shorter sequence."""
+    """Returns whether at least the last `min_length` elements of `text` repeat a shorter sequence."""
     for period in range(1, len(text) // MIN_REPETITIONS + 1):
         length = max(min_length, period * MIN_REPETITIONS)
         if length > len(text):

@@ -1,6 +1,4 @@
-"""Over HTTP, a real model's answers meet their schemas, and drafts do not change them: samples of ask.py's and
-compare_drafts.py's runs.
-"""
+"""Samples of the runs of ask.py and compare_drafts.py: answers meet their schemas, and drafts do not change answers."""
 
 from dataclasses import replace
 
@@ -11,7 +9,6 @@ from asking import WAYS, Client, NamedSchema
 from compare_drafts import find_differences
 from tails import find_tail
 
-# One case per kind of problem: endless numbers, recursion, and refused schemas.
 SUITE_CASES = (
     "type: number type matches numbers",
     "contains: items + contains",
@@ -56,7 +53,7 @@ def test_difference_has_its_place_and_margin(client, outcomes):
     seed = min(valid, key=lambda index: outcomes[index].tokens)
     outcome = outcomes[seed]
     likeliest = client.likeliest_tokens(outcome.question, seed)
-    # The grammar may force a token that is not among the likeliest, so find a place with a likely token.
+    # The grammar may force an unlikely token: find a place with a likely token.
     place = next(place for place, token in enumerate(outcome.token_ids) if token in likeliest[place])
     chosen, top = outcome.token_ids[place], likeliest[place]
     other = next(token for token in top if token != chosen)

@@ -1,4 +1,4 @@
-"""Each schema is refused, or everything that its grammar permits meets the schema: a sample of prove.py's run."""
+"""A sample of prove.py's run."""
 
 import json
 
@@ -24,7 +24,7 @@ def check(report, *, min_accepted_share: float) -> None:
 def test_grammars_of_the_official_suite_permit_only_valid_values(walker):
     report = prove(walker, corpora.load_suite(), 2)
     check(report, min_accepted_share=0.8)
-    # A grammar may permit less than its schema, but it should permit most of the suite's valid values.
+    # A grammar may permit less than its schema.
     assert report.counts["valid permitted"] >= 0.5 * report.counts["valid"]
 
 

@@ -1,7 +1,4 @@
-"""Random walks through grammars: texts that xgrammar permits, token by token, with a real tokenizer.
-
-test_proof.py and prove.py use them.
-"""
+"""Random walks through grammars: texts that xgrammar permits, token by token, with a real tokenizer."""
 
 import json
 import random
@@ -25,7 +22,7 @@ CLOSING_TOKENS = ('"', "}", "]", '"}', '"]', "}}", '"}}', "0", "1", "null", "tru
 
 @dataclass(frozen=True, slots=True)
 class Walk:
-    """The text of a walk, and whether the walk ended within the limit."""
+    """ended: whether the walk ended within MAX_TOKENS."""
 
     text: str
     num_tokens: int
@@ -52,15 +49,16 @@ class Walker:
         self.bits = self.mask.numpy().view(np.uint8)[0]
 
     def compile(self, schema, *, tag: bool = False) -> xgrammar.CompiledGrammar:
-        """Compile a converted schema as the engine does, alone or inside a structural tag."""
+        """Compiles a converted schema as the engine does, alone or inside a structural tag."""
         part = {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": schema}}
         spec = GrammarSpec("structural_tag" if tag else "json_schema", json.dumps(part if tag else schema))
         return self.compiler.compile_grammar(write_json_rules(spec))
 
     def walk(self, grammar: xgrammar.CompiledGrammar, rng: random.Random, hints: list[str] | None = None) -> Walk:
-        """Walk once, with random tokens of the mask. After a while, tokens that close the text are preferred.
+        """Walks once, with random allowed tokens.
 
-        hints: texts that a random walk would not find, such as a string that a pattern needs. Long walks try them.
+        hints: texts that long walks try, such as a string that a pattern needs.
+        Raises AssertionError if no token is allowed or xgrammar refuses an allowed token.
         """
         matcher = xgrammar.GrammarMatcher(grammar)
         written: list[int] = []
@@ -97,7 +95,6 @@ class Walker:
         if rng.random() < 0.3:
             groups.append(self.rare)
         for group in groups:
-            # Try at most 20 tokens, because a group may be long.
             for token in rng.sample(group, min(len(group), 20)):
                 if self._allowed(token):
                     return token
@@ -114,19 +111,18 @@ class Walker:
         return matcher.accept_string(text) and matcher.accept_token(self.end_id)
 
     def text(self, tokens: list[int]) -> str:
-        """Return the text of the tokens."""
         return b"".join(self.vocabulary[token] for token in tokens).decode("utf-8", errors="replace")
 
 
 def default_walker() -> Walker:
-    """Return a walker with the tokenizer of the default model."""
+    """Returns a walker with the tokenizer of the default model."""
     tokenizer = AutoTokenizer.from_pretrained(default_model_path())
     info = xgrammar.TokenizerInfo.from_huggingface(tokenizer)
     return Walker(list(info.decoded_vocab), tokenizer.eos_token_id)
 
 
 def find_hints(schema) -> list[str]:
-    """Return strings that match the patterns and formats anywhere in a schema."""
+    """Returns strings that match the patterns and formats anywhere in a schema."""
     found: set[str] = set()
     waiting = [schema]
     while waiting:

@@ -17,8 +17,7 @@ from nanovllm_kernels.linear_attention import CHECKPOINT_INTERVAL, DeltaWeights,
 from nanovllm_kernels.platform import has_triton
 
 KERNEL_TESTS = Path(__file__).parent / "kernels"
-# One process runs these files under Triton's interpreter. A second process runs all other kernel tests in about the
-# same time.
+# Under Triton's interpreter, one process runs these files. A second process runs all other kernel tests.
 FIRST_HALF_FILES = tuple(KERNEL_TESTS / f"test_{name}.py" for name in ("attention", "gemm", "mla", "sampling"))
 INTERPRETER_TEST_FILE = Path(__file__).with_name("test_interpreter.py")
 INTERPRETER_PROCESSES = pytest.StashKey[dict[str, subprocess.Popen[str]]]()
@@ -152,7 +151,7 @@ def attend_naively(batch: PagedBatch) -> Tensor:
 
 @dataclass(frozen=True)
 class LatentBatch(PagedBatch):
-    """A batch of latent attention. Each cached row is a latent and the rotated part of a key. No values are cached."""
+    """A batch of latent attention. Each cached row is a latent and the rotated part of a key."""
 
     expansion: Tensor | None = None
 
@@ -276,10 +275,7 @@ def make_states(
     state_dtype: torch.dtype = torch.float32,
     device: str = "cpu",
 ) -> StateCase:
-    """Make requests of (query_len, seq_len), decodes first. Each request saves its last two possible checkpoints.
-
-    Unfilled slots, and parts of slots that must not be read, hold NaN.
-    """
+    """Make requests of (query_len, seq_len), decodes first, with up to two checkpoints each. Unfilled slots are NaN."""
     (num_k_heads, num_v_heads), (k_dim, v_dim) = heads, dims
     generator = torch.Generator().manual_seed(sum(map(sum, lengths)) + k_dim)
     num_tokens, num_state_slots = sum(count for count, _ in lengths), 3 * len(lengths) + 2

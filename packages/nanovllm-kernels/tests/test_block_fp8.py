@@ -19,10 +19,7 @@ def dequantize(weight):
 
 
 def rounding_limit(numbers):
-    """Return the largest distance from each of `numbers` to its e4m3 value: half a step, plus the error of the scaling.
-
-    Factors and scales are rounded separately, which moves a number by up to 2^-22 of itself.
-    """
+    """Return the largest error of rounding `numbers` to e4m3: half a step, plus 2^-22 of the number for the scaling."""
     half_steps = (numbers.abs().clamp(min=2**-6).frexp().exponent - 5).double().exp2()
     return half_steps + numbers.abs() * 2**-22
 

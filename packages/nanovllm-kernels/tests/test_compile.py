@@ -230,10 +230,7 @@ KERNELS = [
 
 
 def compile_kernel(kernel, types, constants, num_warps, num_stages=3, multiples=(), **options):
-    """Compile for Hopper.
-
-    multiples: names of further arguments that, like strides, are multiples of 16. options: launch options.
-    """
+    """Compile for Hopper. multiples: names of further arguments that, like strides, are multiples of 16."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -345,7 +342,6 @@ def test_attention_fits_shared_memory_and_has_expected_instructions(head_dim, wi
         assert ("wgmma.mma_async" if wide else "mma.sync") in compiled.asm["ptx"]
         assert "cp.async" in compiled.asm["ptx"]
     if (dtype, cache_type) == (BFLOAT, FP8):
-        # The hardware converts two values with one instruction.
         assert "cvt.rn.f16x2.e4m3x2" in compiled.asm["ptx"]
 
 
@@ -618,8 +614,7 @@ def compile_cute(head_dim, group_size, queries, page_size, dtype, cache_type, tm
         page_size,
         *ring,
     )
-    # Shared memory holds rings, barriers, and the statistics and addresses of rows. Sizes are rounded up. The system
-    # reserves the first KiB.
+    # Shared memory holds rings, barriers, and the statistics and addresses of rows. The system reserves the first KiB.
     slot = shape.slot_bytes + shape.scale_bytes + 8
     assert shape.num_warps * (shape.num_stages * slot + 128 + 4) + 256 <= SHARED_MEMORY - 1024
     compiled = cute_decode.compile_decode(shape, f"--gpu-arch sm_90a --keep-ptx --keep-cubin --dump-dir {tmp_path}")
@@ -722,7 +717,7 @@ def test_experts_for_one_token_avoid_miscompiled_loads(num_ranks, name, columns,
     assert "div.rn.f32" not in ptx
     # No load is masked out at compile time, because the assembler miscompiles known zeros.
     assert not re.search(r"mov\.pred\s+%p\d+, 0;", ptx)
-    # Make sure that `check_conversions` had conversions to FP8 to check.
+    # `check_conversions` had conversions to check.
     assert "E4M3.F32.PACK_AB_MERGE_C" in compiled.asm["sass"]
 
 

@@ -60,7 +60,7 @@ def check_tiles(batch, naive_attention):
     sizes = (num_heads, num_kv_heads, head_dim, batch.q.device)
     workspace = allocate_workspace(len(tiles.lens), *sizes, tile_queries=tile_queries)
     expected = naive_attention(batch)
-    # Run twice, because the second run uses the counters that the first run left.
+    # The second run uses the counters that the first run left.
     for _ in range(2):
         out = torch.full(batch.q.shape, torch.nan, dtype=batch.q.dtype, device="cuda")
         paged_decode(
@@ -72,8 +72,7 @@ def check_tiles(batch, naive_attention):
     assert not workspace.counters.any()
 
 
-# (query_len, seq_len). A request's first queries do not see its last tokens. In some requests, the unseen tokens
-# include the whole last slice (16 tokens) or the whole last page.
+# (query_len, seq_len). A request's first queries do not see its last tokens, sometimes a whole slice (16) or page.
 DRAFTS = [(1, 1), (1, 16), (0, 40), (6, 6), (2, 17), (5, 18), (16, 33), (3, 64), (6, 66), (4, 131), (7, 500), (6, 2049)]
 
 
@@ -108,7 +107,7 @@ def decode(batch, workspace, out):
 
 def check_decode(batch, naive_attention):
     workspace, expected = allocate_workspace_for(batch), naive_attention(batch)
-    # Run twice, because the second run uses the counters that the first run left.
+    # The second run uses the counters that the first run left.
     for _ in range(2):
         out = torch.full(batch.q.shape, torch.nan, dtype=batch.q.dtype, device="cuda")
         decode(batch, workspace, out)

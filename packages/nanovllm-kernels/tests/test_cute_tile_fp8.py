@@ -1,7 +1,6 @@
 """Tests the CuTe DSL kernel's FP8 tile on a warp simulated in numpy: every register is an array of 32 lanes.
 
-This checks, without a GPU, which lane holds which element. The tile's own source runs, with simulated instructions that
-follow PTX's manual.
+This checks which lane holds which element. The simulated instructions follow PTX's manual.
 """
 
 import importlib.util
@@ -104,10 +103,7 @@ def warp(monkeypatch):
 
 
 def fill_slot(memory, numbers, exponents, head_dim):
-    """Lay out keys and values [2, 16, D] like the copy engine: rows of 128 bytes.
-
-    XOR with `token % 8` swizzles the eighths of each row.
-    """
+    """Lay out keys and values [2, 16, D] in rows of 128 bytes, with eighths swizzled by XOR with `token % 8`."""
     for key_or_value, token, row_of_token, eighth in np.ndindex(2, 16, head_dim // 128, 8):
         row = (key_or_value * (head_dim // 128) + row_of_token) * 16 + token
         address = SLOT_ADDRESS + row * 128 + (eighth ^ token % 8) * 16

@@ -1,8 +1,7 @@
 """Tests the Triton kernels' own source under Triton's interpreter on the CPU.
 
 Separate processes run the tests in `kernels/`, because an environment variable selects the interpreter when triton is
-imported. `conftest` starts the processes before the first test. Each process takes a minute, and most other
-tests leave a core idle.
+imported. `conftest` starts these processes before the first test.
 """
 
 import pytest

@@ -10,10 +10,7 @@ from nanovllm_kernels.linear_attention import CHECKPOINT_INTERVAL, copy_states, 
 
 
 def recur(case):
-    """Process one token of one request at a time.
-
-    Returns: the results, the states by slot, and the convolution's inputs by slot and position.
-    """
+    """Process token by token. Returns: results, states by slot, convolution inputs by slot and position."""
     _, num_v_heads, v_dim, k_dim = case.recurrent.shape
     width, channels = case.conv.shape[1:]
     num_k_heads = (channels - num_v_heads * v_dim) // (2 * k_dim)

@@ -10,8 +10,7 @@ import pytest
 
 from nanovllm_kernels import openmp_spinning
 
-# This program runs in a separate process, because OpenMP reads its environment once. The program sleeps after a
-# parallel region: the CPU time used meanwhile is the time that its threads spin.
+# A separate process, because OpenMP reads its environment once. CPU time used while the process sleeps is spin time.
 MEASURE = """
 import time, torch
 from nanovllm_kernels.openmp_spinning import ShortSpins, can_shorten_spins
@@ -59,10 +58,7 @@ needs_openmp = pytest.mark.skipif(
 
 
 def measure(**environment: str) -> list[float]:
-    """Return CPU seconds of spins.
-
-    These are the longest before, the median while spins are short, the longest after, and the medians before and after.
-    """
+    """Return CPU seconds of spins: longest before, median while short, longest after, medians before and after."""
     kept = {name: value for name, value in os.environ.items() if name not in openmp_spinning.WAIT_POLICY_VARIABLES}
     expected = str(not environment)
     done = subprocess.run(

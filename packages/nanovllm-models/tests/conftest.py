@@ -78,10 +78,7 @@ class Session:
 
     @torch.inference_mode()
     def predict(self, tokens: list[list[int]], next_tokens: list[list[int]]) -> list[tuple[Tensor, Tensor]]:
-        """Compute each request's new tokens, and let the MTP head predict the token after each of `next_tokens`.
-
-        Returns hidden states and logits of the MTP head by request.
-        """
+        """Compute new tokens, then run the MTP head on `next_tokens`. Returns MTP states and logits by request."""
         hidden, positions, ctx = self._forward(tokens)
         head = self.model.mtp_head()
         ids = torch.tensor([token for request in next_tokens for token in request], dtype=torch.int32)

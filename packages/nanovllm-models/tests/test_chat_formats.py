@@ -40,7 +40,7 @@ LLAMA_3 = "{{- '{\"name\": \"' + tool_call.name + '\", ' }}{{- '\"parameters\": 
         (QWEN3 + CODER, ChatFormat(THINK, QWEN3_CODER)),
         (MINIMAX, ChatFormat(THINK, MINIMAX_M2)),
         (R1, ChatFormat(THINK, DEEPSEEK_R1)),
-        # DeepSeek-V3.1 has the same tags without code fences. This is not a known format.
+        # DeepSeek-V3.1 has the same tags without code fences, which is not a known format.
         (R1.replace("```json", ""), ChatFormat(THINK, None)),
         (LLAMA_3, ChatFormat(None, LLAMA)),
         (LLAMA_3 + "</think>", ChatFormat(THINK, LLAMA)),

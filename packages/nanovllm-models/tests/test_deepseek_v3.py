@@ -102,10 +102,7 @@ def round_input(_module: torch.nn.Module, inputs: tuple[torch.Tensor]) -> tuple[
 
 
 def test_block_fp8_checkpoints_give_the_logits_of_the_rounded_twin(tmp_path, session):
-    """The twin rounds the inputs of linear layers, as in test_fp8_checkpoints.
-
-    It does not round the input of kv_b_proj, because our model dequantises the weight of kv_b_proj.
-    """
+    """The twin rounds the inputs of linear layers, except kv_b_proj: our model dequantises the weight of kv_b_proj."""
     torch.manual_seed(0)
     config = transformers.DeepseekV3Config(**TINY | {"first_k_dense_replace": 3, "initializer_range": 0.1})
     model = transformers.DeepseekV3ForCausalLM(config).eval()

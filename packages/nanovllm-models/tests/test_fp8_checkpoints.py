@@ -1,8 +1,7 @@
 """Block FP8 checkpoints, compared with float32 twins: models of transformers with the same weights.
 
-A quantised linear rounds its input to e4m3; hooks round the inputs of the twin. The twin adds the terms of a
-sum in another order. If a sum lies halfway between two numbers of e4m3, the order decides the rounding, and the logits
-differ. This happens about once in tens of tokens. The tests use many short prompts: most are then unaffected.
+A quantised linear rounds its input to e4m3; hooks round the inputs of the twin. The twin sums in another order, which
+changes a rounding about once in tens of tokens. The tests use many short prompts: most are then unaffected.
 """
 
 import json
@@ -85,7 +84,6 @@ def test_logits_are_those_of_the_float32_twin(family, tmp_path, session):
 def test_modules_that_are_not_quantised_keep_their_weights(tmp_path, session):
     write_checkpoint(tmp_path, make_model("llama"), fp8=True)
     tensors = read_tensors(tmp_path)
-    # The first layer's o_proj and the whole last layer become unquantised.
     for name in [name for name in tensors if name.endswith("_scale_inv")]:
         if "layers.2." in name or "layers.0.self_attn.o_proj" in name:
             del tensors[name]

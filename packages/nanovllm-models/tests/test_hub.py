@@ -57,10 +57,7 @@ def hub(tmp_path: Path) -> Generator[LoopbackHub]:
 
 
 def run_find_model(hub: LoopbackHub, *arguments: str, **environment: str) -> str:
-    """Return the printed result or ModelError of `find_model`.
-
-    `find_model` runs in a new process, because modules read the environment only once per process.
-    """
+    """Return the printed result or ModelError of `find_model`, run in a new process with `environment`."""
     done = subprocess.run(
         [sys.executable, "-c", FIND, *arguments],
         env=hub.environment | environment,

@@ -91,7 +91,7 @@ def test_fp8_checkpoints_give_the_logits_of_their_float32_twin(family, changes, 
     with torch.no_grad():
         expected = twin(torch.tensor(prompts)).logits
     errors = (torch.stack(ours.step(prompts)) - expected).norm(dim=(1, 2)) / expected.norm(dim=(1, 2))
-    # The order of a sum may decide a rounding, see `test_fp8_checkpoints`. A rounding may change the chosen experts.
+    # The order of a sum may decide a rounding, which may change the chosen experts.
     assert errors.quantile(0.6) < 1e-4
     assert errors.max() < 0.5
 

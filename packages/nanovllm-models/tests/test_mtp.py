@@ -61,8 +61,8 @@ def test_modules_that_minimax_m2_turns_off_are_not_declared(tmp_path, session, c
     assert "multi-token" not in caplog.text
 
 
-# Names of the head's modules in checkpoints of each family: embedding norm, hidden-state norm, result norm, projection,
-# decoder layer, output head. The last item is the index of a decoder layer of the same kind.
+# Names in checkpoints: embedding norm, hidden-state norm, result norm, projection, decoder layer, output head. The last
+# item is the index of a decoder layer of the same kind.
 HEADS = {
     "deepseek_v3": ("enorm", "hnorm", "shared_head.norm", "eh_proj", "", "model.layers.3.shared_head.head", 2),
     "qwen3_next": ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm", "fc", "layers.0.", "lm_head", 3),
@@ -82,7 +82,7 @@ class HeadOracle:
         self._output_head = tensors[f"{output_head}.weight"]
         self._model = model.model
         self._replaced_layer_index = replaced_layer_index
-        # transformers can't load a head. Therefore `write_layer` stores the head's layer in place of a decoder layer.
+        # transformers can't load a head: `write_layer` stores the head's layer in place of a decoder layer.
         self._layer_tensors = {
             name.removeprefix(prefix + layer_prefix): tensor
             for name, tensor in tensors.items()

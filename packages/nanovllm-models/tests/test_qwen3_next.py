@@ -47,7 +47,7 @@ def test_logits_from_a_saved_state_equal_those_of_the_whole_prompt(tmp_path, ses
         ours.step([prompt[CHECKPOINT_INTERVAL:]])[0], expected[CHECKPOINT_INTERVAL:], atol=1e-5, rtol=1e-5
     )
     torch.testing.assert_close(ours.step([[3]])[0], following, atol=1e-5, rtol=1e-5)
-    # Now a step of one token saves the state.
+    # Here a step of one token saves the state.
     ours = session(spec)
     ours.saves[0] = CHECKPOINT_INTERVAL
     ours.step([prompt[: CHECKPOINT_INTERVAL - 1]])

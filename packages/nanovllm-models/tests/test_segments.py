@@ -1,7 +1,4 @@
-"""A segment encoder gives the ids of the whole text. Segments are the texts between added tokens.
-
-A tokenizer whose segments depend on each other has no segment encoder.
-"""
+"""A segment encoder gives the ids of the whole text. Segments are the texts between added tokens."""
 
 import random
 import subprocess
@@ -70,7 +67,7 @@ def byte_level(*patterns: str, prefix: bool = False) -> pre_tokenizers.PreTokeni
 
 
 def sentencepiece(added, *, normalizer=None, pre_tokenizer=None, dropout=None) -> tokenizers.Tokenizer:
-    """Return a BPE with byte fallback. Its words begin with U+2581."""
+    """Return a BPE with byte fallback and U+2581 at the start of words."""
     merges = [("▁", "t"), ("h", "e"), ("▁t", "he"), ("l", "l"), ("▁", "▁"), ("\n", "\n"), ("1", "2")]
     pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁\nabcdefghijklmnopqrstuvwxyz<>|12345é"]
     vocab = {piece: index for index, piece in enumerate([*pieces, *("".join(merge) for merge in merges)])}
@@ -149,7 +146,7 @@ def metaspace(scheme: str, *, split: bool = True) -> tokenizers.Tokenizer:
     return sentencepiece(CHATML, pre_tokenizer=pre_tokenizers.Metaspace(prepend_scheme=scheme, split=split))
 
 
-# Tokenizers with a segment encoder. The tokenizers in AS_A_WHOLE have no segment encoder.
+# BY_SEGMENT: tokenizers with a segment encoder. AS_A_WHOLE: tokenizers without a segment encoder.
 BY_SEGMENT = {
     "SmolLM2": smollm,
     "Qwen": qwen,

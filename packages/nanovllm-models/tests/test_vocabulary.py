@@ -51,7 +51,7 @@ def test_a_draft_model_with_other_tokens_is_refused(default_model, tmp_path):
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))
     with pytest.raises(ModelError, match=f"--draft-model {other} does not have the tokens of the model .*: token "):
         nanovllm_models.load(default_model, draft=ModelDirectory(other, "other"))
-    # Without a tokenizer, nothing is compared. A model with random weights needs no tokenizer.
+    # Without a tokenizer, nothing is compared.
     (other / "tokenizer.json").unlink()
     assert nanovllm_models.load(default_model, draft=ModelDirectory(other, "other")).draft.vocab_size == 49152
 

@@ -61,8 +61,7 @@ def make_backend() -> Tokenizer:
 class ScriptedTokenizer:
     """The renderer's tokenizer. Its template reads the variable `opening`, and refuses the role "tool".
 
-    rendered, given, turn_options: one item per call of `render_chat`: the messages; (tools, template values);
-        (add_generation_prompt, continue_final_message, documents).
+    Each call of `render_chat` appends its arguments to `rendered`, `given` and `turn_options`.
     """
 
     backend: Tokenizer
@@ -129,7 +128,6 @@ class ScriptedEngine(Engine):
         self.scheduled_time: float | None = None
         self.endless = False
         self.crash: Exception | None = None
-        # Time to compile a grammar.
         self.compiling_s = 0.0
         # Error messages by key. A grammar whose source contains the key is refused with the message.
         self.grammar_errors: dict[str, str] = {}

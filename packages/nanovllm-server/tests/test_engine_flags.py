@@ -1,4 +1,4 @@
-"""The flags that are generated from the fields of `EngineConfig`, and the flags of the draft model."""
+"""Flags for fields of `EngineConfig` and for the draft model."""
 
 from dataclasses import replace
 from pathlib import Path

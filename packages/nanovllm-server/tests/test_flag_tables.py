@@ -20,8 +20,6 @@ ACTIONS_WITH_CHOICES = [flag for flag, action in ACTIONS.items() if action.choic
 
 
 class Row(NamedTuple):
-    """The cells of a flag's row in a table."""
-
     default: str
     meaning: str
 
@@ -45,7 +43,7 @@ ROWS = read_rows()
 
 
 def values_of_own_table(flag: str) -> set[str]:
-    """The values in the first column of the table whose header is `flag`; empty without such a table."""
+    """Returns the first column of the table with the header `flag`; empty if there is no such table."""
     _, found, table = FLAGS_SECTION.partition(f"\n\n| `{flag}` |")
     lines = table.split("\n\n")[0].splitlines()[2:] if found else []
     return {re.findall("`([^`]+)`", line)[0] for line in lines}

@@ -18,7 +18,7 @@ def parse(arguments: str) -> Settings:
 
 @pytest.fixture
 def devices(tmp_path, monkeypatch) -> Path:
-    """A directory for device files, which is empty: the machine has no GPU."""
+    """An empty directory for device files: no GPU."""
     monkeypatch.setattr(transfer_settings, "NVIDIA_DEVICE", tmp_path / "nvidiactl")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return tmp_path

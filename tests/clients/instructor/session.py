@@ -1,7 +1,4 @@
-"""A session with instructor, in each of its modes for typed objects from OpenAI's API.
-
-OpenAI's SDK, which instructor uses, takes the base URL and the key from the environment.
-"""
+"""A session with instructor. OpenAI's SDK takes the base URL and the key from the environment."""
 
 from typing import Literal
 
@@ -17,7 +14,7 @@ MESSAGES = [
     {"role": "user", "content": "What is the capital of France?"},
 ]
 COMMON_FIELDS = {"model": MODEL, "messages": MESSAGES, "temperature": 0, "max_tokens": 200, "max_retries": 0}
-# The example shows JSON on one line; the model then needs fewer tokens.
+# JSON on one line: the model then needs fewer tokens.
 EXAMPLE = '{"name": "Oslo", "population": 7, "sights": [{"name": "Fjord", "free": true}]}'
 DESCRIBE_FIELDS = COMMON_FIELDS | {"messages": [{"role": "user", "content": f"Describe Paris like this: {EXAMPLE}"}]}
 MODES = (instructor.Mode.TOOLS, instructor.Mode.TOOLS_STRICT, instructor.Mode.JSON_SCHEMA)

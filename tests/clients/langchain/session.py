@@ -1,7 +1,4 @@
-"""A session with langchain-openai: messages, tools bound to a model, and all kinds of `with_structured_output`.
-
-OpenAI's SDK, which langchain-openai uses, takes the base URL and the key from the environment.
-"""
+"""A session with langchain-openai. OpenAI's SDK takes the base URL and the key from the environment."""
 
 from typing import Annotated, Literal, TypedDict
 
@@ -16,7 +13,7 @@ from pydantic import BaseModel, Field
 MODEL = "SmolLM2-135M-Instruct"
 MESSAGES = [SystemMessage("You are a guide. Answer briefly."), HumanMessage("What is the capital of France?")]
 
-# The example shows JSON on one line; the model then needs fewer tokens.
+# JSON on one line: the model then needs fewer tokens.
 DESCRIBE = 'Describe Paris like this: {"name": "Oslo", "population": 7, "sights": ["Fjord"]}'
 TRAVEL = 'Plan a trip to Paris like this: {"city": "Oslo", "by": "train", "days": 2}'
 
@@ -45,7 +42,7 @@ def get_weather(city: Literal["Paris", "Rome", "Oslo"]) -> str:
 
 @pytest.fixture(scope="module")
 async def one_loop():
-    """One event loop for all async tests: langchain keeps connections, which belong to the loop that opened them."""
+    """One event loop for all async tests: langchain reuses connections, which belong to one loop."""
 
 
 def make_model(**fields):
@@ -75,7 +72,6 @@ async def test_streamed_pieces_join_to_the_complete_answer(one_loop):
 
 
 async def test_a_batch_of_requests_is_answered(one_loop):
-    """`batch` is langchain's usual way to send several requests at once."""
     answers = await make_model(max_tokens=4).abatch([MESSAGES, "Count to three.", "Say hi."])
     assert [answer.usage_metadata["output_tokens"] <= 4 for answer in answers] == [True] * 3
 

@@ -1,7 +1,4 @@
-"""A session with litellm, which treats the served model as one of OpenAI's.
-
-litellm takes the base URL and the key from the environment.
-"""
+"""A session with litellm, which takes the base URL and the key from the environment."""
 
 import os
 from typing import Literal
@@ -28,7 +25,7 @@ COMMON_FIELDS = {
     "timeout": 300,
 }
 
-# The example shows JSON on one line; the model then needs fewer tokens.
+# JSON on one line: the model then needs fewer tokens.
 EXAMPLE = '{"name": "Oslo", "population": 7, "sights": [{"name": "Fjord", "free": true}]}'
 DESCRIBE_FIELDS = COMMON_FIELDS | {
     "messages": [{"role": "user", "content": f"Describe Paris like this: {EXAMPLE}"}],

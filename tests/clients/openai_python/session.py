@@ -1,7 +1,4 @@
-"""A session with OpenAI's SDK: sync, async, and with its strict validation of every answer.
-
-The SDK takes the base URL and the key from the environment.
-"""
+"""A session with OpenAI's SDK, which takes the base URL and the key from the environment."""
 
 import json
 import os
@@ -18,7 +15,7 @@ MESSAGES = [
     {"role": "user", "content": "What is the capital of France?"},
 ]
 COMMON_FIELDS = {"model": MODEL, "messages": MESSAGES, "temperature": 0, "max_completion_tokens": 12}
-# The example shows JSON on one line; the model then needs fewer tokens.
+# JSON on one line: the model then needs fewer tokens.
 EXAMPLE = '{"name": "Oslo", "population": 7, "mayor": null, "sights": [{"name": "Fjord", "free": true}]}'
 DESCRIBE_FIELDS = COMMON_FIELDS | {
     "messages": [{"role": "user", "content": f"Describe Paris like this: {EXAMPLE}"}],
@@ -163,7 +160,6 @@ def test_streamed_choices_equal_complete_choices(sdk):
 
 
 def test_reasoning_is_returned_and_accepted_again(sdk):
-    """Users of open models read the reasoning and send it back."""
     thinking_client = sdk.with_options(base_url=os.environ["THINKING_BASE_URL"])
     whole = create(thinking_client, reasoning_effort="low")
     message = whole.choices[0].message
@@ -193,7 +189,6 @@ def test_an_answer_ends_at_the_length_limit(sdk):
 
 
 def validate_call(call):
-    """Checks that `call` is a valid call of get_weather. Returns its arguments."""
     assert call.type == "function"
     assert call.id
     assert call.function.name == "get_weather"
@@ -294,7 +289,6 @@ async def test_a_streamed_object_grows_to_the_complete_object(sdk_async):
                 final_objects.append(event.parsed)
         final = await stream.get_final_completion()
     assert final_objects == [whole.choices[0].message.parsed] == [final.choices[0].message.parsed]
-    # The object grows with each snapshot.
     assert len({json.dumps(value) for value in partial_objects}) > 4
 
 

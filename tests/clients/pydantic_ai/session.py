@@ -1,7 +1,4 @@
-"""A session with pydantic-ai: agents with text output, with typed output in each mode, and with tools.
-
-pydantic-ai's provider for OpenAI takes the base URL and the key from the environment.
-"""
+"""A session with pydantic-ai, which takes the base URL and the key from the environment."""
 
 import os
 from typing import Literal
@@ -18,7 +15,7 @@ from pydantic_ai.settings import ModelSettings
 
 MODEL = "SmolLM2-135M-Instruct"
 QUESTION = "What is the capital of France?"
-# The example shows JSON on one line; the model then needs fewer tokens.
+# JSON on one line: the model then needs fewer tokens.
 DESCRIBE = 'Describe Paris like this: {"name": "Oslo", "population": 7, "sights": [{"name": "Fjord", "free": true}]}'
 SHORT = ModelSettings(temperature=0, max_tokens=12)
 # With parallel tool calls, the model makes more calls than needed.
@@ -72,7 +69,7 @@ async def test_a_conversation_continues():
 
 
 async def test_reasoning_is_returned_and_accepted_again():
-    """This test uses the direct API, because an agent repeats a request whose answer has no text."""
+    """Uses the direct API: an agent repeats a request if the answer has no text."""
     model = OpenAIChatModel(MODEL, provider=OpenAIProvider(base_url=os.environ["THINKING_BASE_URL"]))
     question = [ModelRequest.user_text_prompt(QUESTION)]
     whole = await model_request(model, question, model_settings=SHORT)

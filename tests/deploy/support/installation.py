@@ -16,7 +16,6 @@ import pytest
 from proxies import chat, post_chat
 
 ROOT = Path(__file__).parents[3]
-# Niceness of the commands: other tests run first.
 NICE = 10
 MAX_SETUP_S = 300
 
@@ -29,7 +28,6 @@ def run_uv(*arguments: str | Path) -> str:
 
 
 def build_wheels(folder: Path) -> dict[str, Path]:
-    """Builds the wheel of each package into `folder`; returns the wheels by package."""
     run_uv("build", "--all-packages", "--wheel", "--out-dir", folder)
     return {file.name.split("-")[0].replace("_", "-"): file for file in folder.glob("*.whl")}
 
@@ -40,8 +38,7 @@ class InstalledServer:
 
     error: stderr of a start before the default model was installed.
     completion: the server's answer to a request for 4 tokens.
-    max_parent_bytes: largest memory of the server's parent process since its start. During the start, the default model
-        was converted.
+    max_parent_bytes: largest memory of the server's parent process so far.
     """
 
     server: Any
@@ -53,13 +50,13 @@ class InstalledServer:
 def install_wheels(wheels: dict[str, Path], environment: Path) -> None:
     """Makes an environment with only the wheels and their dependencies."""
     run_uv("venv", "--python", sys.executable, environment)
-    # The lock's versions are in uv's cache. The wheels' own metadata decides which packages are installed.
+    # The lock's versions are in uv's cache.
     constraints = environment.with_name("constraints.txt")
     lock = ("--locked", "--package", "nanovllm-server", "--no-default-groups", "--no-emit-workspace", "--no-hashes")
     constraints.write_text(run_uv("export", *lock))
     run_uv("pip", "install", "--python", environment, "--constraints", constraints, *wheels.values())
-    # Copy bytecode, because compiling torch again would take 10 s. Python ignores bytecode whose source has another
-    # time or size. Skip incomplete files of tests that compile meanwhile: these files have a number after the suffix.
+    # Copy bytecode, because compiling torch again would take 10 s. Skip incomplete files of tests that compile
+    # meanwhile: these files have a number after the suffix.
     site = Path(pytest.__file__).parents[1]
     for bytecode in site.rglob("__pycache__"):
         target = environment / site.relative_to(sys.prefix) / bytecode.relative_to(site)
@@ -80,7 +77,7 @@ def start_from_wheels(
         [program, "--port", "0"], env=variables, capture_output=True, text=True, timeout=MAX_SETUP_S, check=False
     )
     assert refused.returncode == 2, refused.stderr
-    # Run the command that the error names, but with uv, because the environment has no pip.
+    # Use uv, because the environment has no pip.
     command = re.search(r"\((pip install .*)\)", refused.stderr)[1]
     run_uv(*command.split(), "--python", folder / "environment")
     server = stack.enter_context(run_server(None, *flags, nice=NICE, program=(program,), environment=variables))

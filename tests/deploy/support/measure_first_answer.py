@@ -1,8 +1,8 @@
 """Measures the time from `git clone` to the first answer: `python measure_first_answer.py [--limit-s S] [-- FLAG ...]`.
 
-The clone's packages come from uv's cache only, which `uv sync` in this checkout fills. The cache of nanovllm is empty,
-so the time includes the conversion of the default model and the compilation of kernels. The clone has only committed
-changes. The program ends with status 1 if the time exceeds the limit.
+The clone's packages come only from uv's cache, which `uv sync` in this checkout fills. The cache of nanovllm is empty,
+so the time includes the conversion of the default model and the compilation of kernels. Uncommitted changes are not
+measured. The exit status is 1 if the time exceeds the limit.
 """
 
 import argparse
@@ -28,14 +28,13 @@ OWN_VARIABLES = {"VIRTUAL_ENV", "UV_PROJECT_ENVIRONMENT", "PYTHONPATH", "PYTHONH
 
 
 def make_environment(cache: Path) -> dict[str, str]:
-    """The variables of the clone's commands. With UV_OFFLINE, uv ends with an error if its cache lacks a package."""
     inherited = {name: value for name, value in os.environ.items() if name not in OWN_VARIABLES}
     return inherited | {"UV_OFFLINE": "1", "NANOVLLM_CACHE": str(cache)}
 
 
 @contextmanager
 def start_server(clone: Path, environment: Mapping[str, str], flags: list[str]):
-    """Runs README's command in the clone while the context lasts. Yields the server's URL once the server is ready."""
+    """Runs the README's command in the clone. Yields the URL once the server is ready."""
     command = ["uv", "run", "nanovllm-server", "--port", "0", *flags]
     with subprocess.Popen(command, cwd=clone, env=environment, stdout=subprocess.PIPE, text=True) as process:
         watchdog = threading.Timer(TIMEOUT_S, process.kill)
@@ -54,7 +53,6 @@ def start_server(clone: Path, environment: Mapping[str, str], flags: list[str]):
 
 
 def ask(url: str) -> str:
-    """Returns the content of the answer to `BODY`."""
     headers = {"Content-Type": "application/json"}
     request = urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(BODY).encode(), headers)
     with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:
@@ -62,7 +60,7 @@ def ask(url: str) -> str:
 
 
 def measure(flags: list[str]) -> float:
-    """Clones, starts the server and sends a request. Prints the time of each phase; returns the sum in seconds."""
+    """Prints the time of each phase; returns the sum in seconds."""
     with tempfile.TemporaryDirectory(prefix="nanovllm-first-answer-") as folder:
         clone, environment = Path(folder) / "clone", make_environment(Path(folder) / "cache")
         begin_s = last_s = time.monotonic()

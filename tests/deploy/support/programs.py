@@ -7,7 +7,7 @@ import pytest
 
 
 def require_programs(package: str, *programs: str) -> None:
-    """Skips the calling test if a program is not in PATH. In CI (the variable `CI` is "true"), the test fails instead.
+    """Skips the calling test if a program is not in PATH. In CI, the test fails instead.
 
     package: the Debian package with the programs.
     """

@@ -17,10 +17,9 @@ DEPLOY = Path(__file__).parents[3] / "docs" / "deploy"
 # Programs that dependency groups install beside the interpreter.
 PROGRAMS = Path(sys.executable).parent
 KEY = "a key"
-# These limits only end a test that would wait forever.
 START_S = STOP_S = 60
 TIMEOUT_S = 120
-# Settings that keep Caddy away from the user's files and from the network.
+# Keep Caddy away from the user's files and from the network.
 CADDY_OPTIONS = "{\n\tadmin off\n\tauto_https off\n\tpersist_config off\n}\n"
 
 
@@ -31,7 +30,7 @@ def free_port() -> int:
 
 @contextmanager
 def start_proxy(command: list[str | Path], folder: Path, port: int) -> Iterator[str]:
-    """Runs a proxy in `folder` while the context lasts; yields its URL once it accepts connections."""
+    """Yields the proxy's URL once the proxy accepts connections."""
     log = folder / "proxy.log"
     environment = {**os.environ, "HOME": str(folder), "XDG_DATA_HOME": str(folder), "XDG_CONFIG_HOME": str(folder)}
     with (
@@ -55,7 +54,7 @@ def start_proxy(command: list[str | Path], folder: Path, port: int) -> Iterator[
 
 
 def write_nginx_config(folder: Path, urls: list[str], port: int, edit: Callable[[str], str] = str) -> Path:
-    """Writes a complete configuration that includes `docs/deploy/nginx.conf` for `urls`, on another port."""
+    """Writes a configuration that includes `docs/deploy/nginx.conf` with other upstreams and another port."""
     site = (DEPLOY / "nginx.conf").read_text()
     upstreams = "".join(f"    server {url.removeprefix('http://')};\n" for url in urls)
     site, num_upstreams = re.subn(r"    server 127\.0\.0\.1:8000;\n", upstreams, site)
@@ -96,7 +95,6 @@ def run_caddy(folder: Path, urls: list[str]) -> Iterator[str]:
 
 
 def chat(**fields: object) -> bytes:
-    """The body of a request for a short greedy answer."""
     message = {"role": "user", "content": "Tell me about France."}
     defaults = {"model": "SmolLM2-135M-Instruct", "messages": [message], "max_tokens": 8, "temperature": 0}
     return json.dumps({**defaults, "ignore_eos": True, **fields}).encode()
@@ -107,10 +105,8 @@ HEADERS = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
 
 @contextmanager
 def post_chat(url: str, body: bytes, **headers: str) -> Iterator[http.client.HTTPResponse]:
-    """Sends a chat request with the key; yields the response."""
     with closing(http.client.HTTPConnection(urlsplit(url).netloc, timeout=TIMEOUT_S)) as connection:
-        # A proxy that refuses a long body may answer and close the connection while the rest of the body is sent. Its
-        # answer can still be read.
+        # A proxy may refuse a long body and close the connection before the body's end. Its answer can still be read.
         with suppress(BrokenPipeError, ConnectionResetError):
             connection.request("POST", "/v1/chat/completions", body, HEADERS | headers)
         with connection.getresponse() as response:
@@ -119,7 +115,7 @@ def post_chat(url: str, body: bytes, **headers: str) -> Iterator[http.client.HTT
 
 @contextmanager
 def stream_chat(url: str, **fields: object) -> Iterator[Iterator[bytes]]:
-    """Sends a chat request with the key; yields the response, headers included, in the pieces that the socket gets."""
+    """Yields the response, headers included, in the pieces that the socket receives."""
     address = urlsplit(url)
     body = chat(stream=True, **fields)
     headers = {**HEADERS, "Host": address.netloc, "Content-Length": str(len(body)), "Connection": "close"}

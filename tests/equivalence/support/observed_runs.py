@@ -1,4 +1,4 @@
-"""Runs of one engine over a list of prompts: the tokens, what the prefix cache held, and the log-probabilities."""
+"""Runs of one engine over a list of prompts."""
 
 import asyncio
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from nanovllm_core import AsyncEngine, EngineConfig, Request, RequestOutput, Sam
 from nanovllm_core.engine.status import EngineStats
 from nanovllm_models import load
 
-# OUTPUT_LEN: tokens per answer. NUM_TOP: number of likeliest tokens whose log-probabilities are reported per position.
+# NUM_TOP: number of likeliest tokens that are reported per position.
 OUTPUT_LEN, NUM_TOP = 6, 20
 
 
@@ -34,8 +34,8 @@ class Scores(NamedTuple):
 class Run:
     """The answers to all prompts.
 
-    num_cached: how many tokens of each prompt were in the prefix cache. scores: empty if the requests asked for no
-    log-probabilities.
+    num_cached: cached tokens of each prompt.
+    scores: empty if the requests asked for no log-probabilities.
     """
 
     answers: list[list[int]]
@@ -47,8 +47,9 @@ class Run:
 class Observation:
     """Three runs of one engine over the same prompts.
 
-    first: requests without log-probabilities. repeated: with log-probabilities of answers; prefixes may be cached.
-    scored: with log-probabilities of prompts and answers, so that prompts are computed whole.
+    first: without log-probabilities.
+    repeated: with log-probabilities of answers; prefixes may be cached.
+    scored: with log-probabilities of prompts and answers, so prompts are computed whole.
     """
 
     first: Run
@@ -58,7 +59,7 @@ class Observation:
 
 
 async def observe(path: Path, config: EngineConfig, prompts: list[list[int]]) -> Observation:
-    """Start an engine and send all prompts at once, three times."""
+    """Sends all prompts at once, three times."""
     engine = await AsyncEngine.start(load(path), config)
 
     async def collect(prompt: list[int], name: str, options: dict[str, int]) -> list[RequestOutput]:

@@ -12,8 +12,7 @@ import torch
 from tiny_checkpoints import write_checkpoint
 from tiny_models import AMPLE_CACHE, SCARCE_CACHE, TIERED_CACHE, TINY_MODELS, generate, make_model
 
-# Only the engine with several ranks has the settings SPLIT_EXPERTS, WHOLE_EXPERTS and OWN_REQUESTS. A value of
-# RANK_SETTINGS is (settings of both engines, settings of only the engine with several ranks).
+# Values of RANK_SETTINGS: (settings of both engines, settings of only the engine with several ranks).
 SPLIT_EXPERTS = {"expert_parallel": False}
 WHOLE_EXPERTS = {"expert_parallel": True}
 OWN_REQUESTS = {"dp_attention": True}
@@ -45,13 +44,12 @@ RANK_SETTINGS = {
 
 
 def write_tiny_checkpoint(name: str, path: Path) -> None:
-    """Write the tiny model `name` to the directory `path`."""
     torch.manual_seed(list(TINY_MODELS).index(name))
     write_checkpoint(path, make_model(TINY_MODELS[name]), mtp=TINY_MODELS[name].has_mtp)
 
 
 async def compare(path: Path, device: str, setting: str, num_ranks: int = 2) -> None:
-    """Assert that `num_ranks` ranks give the greedy tokens of one rank."""
+    """Asserts that `num_ranks` ranks give the greedy tokens of one rank."""
     settings, rank_settings = RANK_SETTINGS[setting]
     is_preempted = "preempted" in setting
     expected = await generate(path, device, settings, is_preempted=is_preempted)
@@ -60,7 +58,6 @@ async def compare(path: Path, device: str, setting: str, num_ranks: int = 2) -> 
 
 
 def main() -> None:
-    """Run the matrix, and print a line per model and setting."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2])
     parser.add_argument("--device", default="cpu")

@@ -7,11 +7,9 @@ ALL_PAIRS = os.environ.get("NANOVLLM_ALL_PAIRS") == "1"
 
 
 def sample_pairs(models: Iterable[str], settings: Iterable[str], num_per_model: int, first: int = 0) -> list:
-    """Returns pairs (model, setting), `num_per_model` per model.
+    """Returns pairs (model, setting), `num_per_model` per model. The models take the settings in turn.
 
-    The models take the settings in turn, so that each setting has about equally many models.
-
-    first: index of the setting with which the first model begins.
+    first: index of the first model's first setting.
     """
     settings = list(settings)
     count = len(settings) if ALL_PAIRS else min(num_per_model, len(settings))

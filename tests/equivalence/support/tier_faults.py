@@ -1,9 +1,8 @@
 """Random faults in the KV blocks that engines keep on disk: `python tier_faults.py [--faults N --seed N --models ...]`.
 
-Conversations return to an engine whose cache holds few of them, so most prefixes come from host memory and files. While
-the engine answers, files are damaged, the disk is full, the directory disappears, copies fail, and the engine is
-killed. Each answer must equal that of an engine without tiers. No engine may fail or keep blocks. test_tier_faults.py
-runs a sample.
+The engine's cache is small, so most prefixes of returning conversations come from host memory and files. Meanwhile,
+files are damaged, the disk is full, the directory disappears, copies fail, and the engine is killed. Each answer must
+equal that of an engine without tiers. No engine may keep blocks. test_tier_faults.py runs a sample.
 """
 
 import argparse
@@ -40,7 +39,7 @@ TIER_SETTINGS = {"num_blocks": 40, "kv_offload_gib": 0.0004, "kv_offload_disk_gi
 MAX_FAULT_INTERVAL_S = 0.1
 MAX_WAIT_S = 20.0  # for the end of an idle engine's copies, or for the first scan of a new process
 NUM_QUIET_ROUNDS = NUM_CONVERSATIONS // 2  # rounds in which nearly all conversations have a turn
-# Faults that last for a while. The engine's process sees them as files of these names beside the directory.
+# Faults that last while a file with the fault's name exists beside the directory.
 TEMPORARY_FAULTS = ("fill_disk", "fail_copies")
 ENGINE_FAULTS = ("kill", *TEMPORARY_FAULTS)
 SAMPLINGS = ({"temperature": 0.0}, {"temperature": 0.8, "top_p": 0.95})
@@ -48,7 +47,7 @@ SAMPLINGS = ({"temperature": 0.0}, {"temperature": 0.8, "top_p": 0.95})
 
 @dataclass(frozen=True)
 class TieredEngineRecipe:
-    """Loads the model in the engine's process. Patches there make loads and writes more frequent and inject faults."""
+    """Loads the model in the engine's process. Patches make loads and writes more frequent and inject faults."""
 
     path: Path
     config: EngineConfig
@@ -56,13 +55,12 @@ class TieredEngineRecipe:
     def __call__(self) -> tuple[ModelSpec, EngineConfig]:
         drop_privileges()
         block_files._SUSPENSION_S = block_files._SCAN_RETRY_S = 0.05
-        # Otherwise nothing would be loaded: computing a tiny model's prompts is faster than any load.
+        # Otherwise nothing is loaded: computing a tiny model's prompts is faster.
         CopyTimeModel.predict = lambda *_: 0.0
         write_file = BlockFiles._write_file
 
         def write_within_free_space(files: BlockFiles, block_hash: bytes, payload: memoryview) -> None:
             is_full = fault_marker(self.config.kv_offload_dir, "fill_disk").exists()
-            # A full disk takes only a part of a file.
             max_bytes = random.randrange(payload.nbytes) if is_full else resource.RLIM_INFINITY
             resource.setrlimit(resource.RLIMIT_FSIZE, (max_bytes, resource.RLIM_INFINITY))
             write_file(files, block_hash, payload)
@@ -73,7 +71,7 @@ class TieredEngineRecipe:
         return load(self.path), self.config
 
     def copy_or_fail(self, copy: Callable[..., None], parts: BlockParts, blocks: Tensor, rows: Tensor) -> None:
-        """Copy between caches and host memory. While copies fail, copy wrong bytes and raise an error."""
+        """Copies between caches and host memory. While copies fail, copies wrong bytes and raises an error."""
         is_failing = fault_marker(self.config.kv_offload_dir, "fail_copies").exists()
         if is_failing and copy is scatter_blocks:
             rows.fill_(63)
@@ -84,19 +82,18 @@ class TieredEngineRecipe:
 
 
 def fault_marker(directory: Path, name: str) -> Path:
-    """The file that exists while a temporary fault lasts."""
     return directory.with_name(name)
 
 
 @dataclass
 class Conversation:
-    """A conversation with an engine. seed: determines the tokens of sampled answers."""
+    """seed: seed of sampled answers."""
 
     seed: int
     tokens: list[int] = field(default_factory=list)
 
     def add_turn(self, rng: random.Random) -> None:
-        """Append tokens of the user. A conversation that has become too long starts again, with other tokens."""
+        """Appends tokens of the user. A conversation that has become too long starts again."""
         turn = [rng.randrange(3, VOCAB) for _ in range(rng.randrange(3, 60))]
         if len(self.tokens) + len(turn) + OUTPUT_LEN > MAX_TOKENS:
             self.tokens = []
@@ -104,7 +101,7 @@ class Conversation:
 
 
 class Campaign:
-    """An engine with tiers in a process of its own, and an engine without tiers that gives the expected answers."""
+    """An engine with tiers in its own process, and an engine without tiers that gives the expected answers."""
 
     def __init__(self, model: Path, directory: Path, seed: int):
         self._model = model
@@ -115,20 +112,19 @@ class Campaign:
         self._conversations = [Conversation(self._rng.getrandbits(31)) for _ in range(NUM_CONVERSATIONS)]
         self._engine: EngineClient | None = None
         self._process: EngineProcess | None = None
-        # Cleared while a killed engine starts again.
         self._is_serving = asyncio.Event()
         # Seeds of conversations that had no turn since the engine's process started.
         self._seeds_without_turn: set[int] = set()
         self.totals: Counter[str] = Counter()
 
     async def run(self, num_faults: int) -> None:
-        """Inject `num_faults` faults. Raises AssertionError if an answer or the engine is wrong."""
+        """Raises AssertionError if an answer or the engine is wrong."""
         expected_engine = await AsyncEngine.start(load(self._model), EngineConfig(**COMMON_SETTINGS, num_blocks=200))
         try:
             await self._start()
             while sum(self.totals[name] for name in [*FAULTS, *ENGINE_FAULTS]) < num_faults:
                 await self._run_turns(expected_engine, num_faults=self._rng.randrange(4))
-            # The last faults may have removed all files. These rounds write files for the next process.
+            # Write files for the next process: the last faults may have removed all.
             await self._run_quiet_rounds(expected_engine)
             await self._restart_and_await_scan()
             await self._run_quiet_rounds(expected_engine)
@@ -152,10 +148,9 @@ class Campaign:
         await self._start()
 
     async def _restart_and_await_scan(self) -> None:
-        """Restart, and wait until the new process has found the files of its predecessor."""
         old_writers = set(self._directory.glob("writer-*"))
         await self._restart()
-        # At the end of its scans, a process reserves bytes with a file of this name.
+        # A process writes a file of this name at the end of its scans.
         await wait_until(
             lambda: not old_writers.issuperset(self._directory.glob("writer-*")),
             lambda: "the new process has not scanned the directory",
@@ -166,7 +161,7 @@ class Campaign:
             await self._run_turns(expected_engine, num_faults=0)
 
     async def _run_turns(self, expected_engine: Engine, num_faults: int) -> None:
-        """Run one turn of each of several conversations at the same time. Inject faults meanwhile."""
+        """Runs one turn of several conversations at the same time, with faults."""
         conversations = self._rng.sample(self._conversations, self._rng.randrange(1, MAX_CONCURRENT + 1))
         for conversation in conversations:
             conversation.add_turn(self._rng)
@@ -189,7 +184,7 @@ class Campaign:
         await self._check_idle()
 
     async def _generate(self, conversation: Conversation) -> tuple[list[int], int]:
-        """Send the conversation to the engine with tiers. Send it again if the engine's process was killed."""
+        """Returns the answer of the engine with tiers. Repeats the request if the engine's process was killed."""
         while True:
             await self._is_serving.wait()
             engine = self._engine
@@ -219,8 +214,6 @@ class Campaign:
         fault_marker(self._directory, name).unlink()
 
     async def _check_idle(self) -> None:
-        """Assert that the engine without requests holds no blocks and no states, once its copies have ended."""
-
         def is_idle() -> bool:
             stats, num_slots = self._engine.stats, self._engine.info.num_state_slots
             return (stats.num_free_blocks, stats.num_free_state_slots) == (stats.num_blocks, num_slots)
@@ -229,7 +222,6 @@ class Campaign:
 
 
 async def wait_until(condition: Callable[[], bool], describe: Callable[[], str]) -> None:
-    """Raise AssertionError with the description if `condition` stays false."""
     deadline = time.monotonic() + MAX_WAIT_S
     while not condition():
         assert time.monotonic() < deadline, describe()
@@ -250,7 +242,7 @@ async def generate(engine: Engine, conversation: Conversation) -> tuple[list[int
 
 
 def run_campaign(name: str, num_faults: int, seed: int) -> Counter[str]:
-    """Run the tiny model `name`. Returns what happened, and raises AssertionError if something was wrong."""
+    """Returns counts of faults, turns and tokens. Raises AssertionError if something was wrong."""
     with tempfile.TemporaryDirectory() as parent:
         model, directory = Path(parent, "model"), Path(parent, "blocks")
         model.mkdir()

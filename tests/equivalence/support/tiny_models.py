@@ -90,7 +90,6 @@ class TinyModel(NamedTuple):
 
     family: prefix of transformers' class names.
     fields: fields of the config in addition to COMMON.
-    has_mtp: the checkpoint has layers for multi-token prediction.
     """
 
     family: str
@@ -136,14 +135,14 @@ TINY_MODELS = {
 }
 # `max_num_seqs` is the number of prompts, so that no unused graphs are captured.
 AMPLE_CACHE = {"num_blocks": 400, "max_num_seqs": NUM_PROMPTS}
-# The blocks hold only two or three of the sixteen requests, so requests are preempted repeatedly.
+# The blocks hold only two or three of the requests, so requests are preempted.
 SCARCE_CACHE = {"num_blocks": 14, "max_model_len": 200, "max_num_seqs": NUM_PROMPTS}
-# Preempted requests, and prompts that share a prefix, find most of their blocks in host memory.
+# Most blocks of preempted requests and of shared prefixes are in host memory.
 TIERED_CACHE = {**SCARCE_CACHE, "kv_offload_gib": 0.05}
 
 
 def make_prompts() -> list[list[int]]:
-    """Some prompts share a prefix, and a few prefixes are long enough for a checkpoint of a recurrent state."""
+    """Some prompts share a prefix. A few prefixes are long enough for a checkpoint of a recurrent state."""
     rng = random.Random(3)
     shared = [rng.randrange(3, VOCAB) for _ in range(96)]
     return [
@@ -155,7 +154,7 @@ def make_prompts() -> list[list[int]]:
 def make_model(tiny: TinyModel) -> transformers.PreTrainedModel:
     make_config = getattr(transformers, f"{tiny.family}Config")
     with pytest.MonkeyPatch.context() as patch:
-        # If fla is installed, transformers uses it also on a CPU, for which fla has no kernels.
+        # transformers uses fla also on a CPU, for which fla has no kernels.
         patch.setitem(sys.modules, "fla", None)
         model_class = getattr(transformers, f"{tiny.family}ForCausalLM")
     model = model_class(make_config(**COMMON | tiny.fields)).eval()
@@ -172,7 +171,7 @@ def make_model(tiny: TinyModel) -> transformers.PreTrainedModel:
 
 
 def predict(answers: list[list[int]]) -> list[list[int]]:
-    """Return predictions for `generate`: copies of `answers` in which every ninth token is wrong."""
+    """Returns predictions for `generate`: copies of `answers` with every ninth token wrong."""
     return [
         [(token + 1) % VOCAB if position % 9 == 8 else token for position, token in enumerate(answer)]
         for answer in answers
@@ -193,20 +192,20 @@ async def generate(
     unused_tiers: Collection[str] = (),
     final_stats: list[EngineStats] | None = None,
 ) -> list[list[int]]:
-    """Return the answers to `make_prompts`.
+    """Returns the answers to `make_prompts`.
 
     predictions: the predicted answer of each request, for engines with speculation.
     draft: directory of the draft model.
     samplings: options that the requests have in turn.
-    logprobs: receives the log-probabilities of the tokens of each answer; empty for requests that ask for none.
+    logprobs: receives the log-probabilities of each answer's tokens; empty for requests that ask for none.
     prepare: called with the engine before the first request.
-    unused_tiers: tiers from which no tokens need to come. Tokens must come from all other tiers of the engine.
+    unused_tiers: tiers that may load no tokens. All other tiers must load some.
     final_stats: receives the engine's statistics at the end.
     """
     config = EngineConfig(device=device, dtype="float32", forbid_sync=device == "cuda", **{"depth": 2, **settings})
     draft_directory = None if draft is None else ModelDirectory(draft, draft.name)
     patch = pytest.MonkeyPatch()
-    # Otherwise few blocks would be loaded or fetched: computing a tiny model's blocks is often faster.
+    # Otherwise few blocks are loaded or fetched: computing a tiny model's blocks is often faster.
     patch.setattr(CopyTimeModel, "predict", lambda *_: 0.0)
     patch.setattr(FetchTimes, "is_worthwhile", lambda *_: True)
     engine = await AsyncEngine.start(load(path, draft=draft_directory), config)
@@ -214,7 +213,7 @@ async def generate(
     answers: list[list[list[int]]] = []
 
     async def generate_after_delay(index: int, prompt: list[int]) -> tuple[list[int], list[float]]:
-        # Delays are short, because otherwise a GPU would finish each request before the next one arrives.
+        # With longer delays, a GPU would finish each request before the next request arrives.
         await asyncio.sleep(0 if is_preempted else rng.random() * 0.05)
         options = samplings[index % len(samplings)]
         sampling = SamplingParams(seed=index, max_tokens=OUTPUT_LEN, ignore_eos=True, **options)
@@ -227,7 +226,6 @@ async def generate(
     try:
         if prepare is not None:
             await prepare(engine)
-        # With host memory, each prompt is sent twice.
         for _ in range(2 if config.kv_offload_gib else 1):
             requests = (generate_after_delay(index, prompt) for index, prompt in enumerate(make_prompts()))
             tokens, token_logprobs = map(list, zip(*await asyncio.gather(*requests), strict=True))
@@ -241,7 +239,6 @@ async def generate(
             assert num_tokens > 0 or tier in unused_tiers, stats.loaded_tokens
         deadline_s = time.monotonic() + MAX_COPY_S
         while engine.stats.num_free_blocks < stats.num_blocks:
-            # Copies to host memory may still hold blocks.
             assert config.kv_offload_gib
             assert time.monotonic() < deadline_s
             await asyncio.sleep(0.001)

@@ -1,8 +1,8 @@
-"""Random faults between two engines, one of which fetches KV blocks: `python transfer_faults.py [--faults N ...]`.
+"""Random faults while an engine fetches KV blocks from another: `python transfer_faults.py [--faults N ...]`.
 
-Conversations return to a decode engine, which fetches their blocks from a prefill engine. Meanwhile, engines are killed
-and suspended, messages are lost, delayed, repeated and reordered, and blocks are damaged. Each answer must equal that
-of a single engine and arrive in time. No engine may fail or keep blocks. test_transfer_faults.py runs a sample.
+A decode engine fetches the blocks of returning conversations from a prefill engine. Meanwhile, engines are killed and
+suspended, messages are lost, delayed, repeated and reordered, and blocks are damaged. Each answer must equal that of a
+single engine and arrive in time. No engine may keep blocks. test_transfer_faults.py runs a sample.
 """
 
 import argparse
@@ -34,16 +34,14 @@ from nanovllm_core.transfer.prefix_server import PrefixServer
 from nanovllm_models import load
 
 NUM_CONVERSATIONS = 12
-# The decode engine holds few of the conversations.
 DECODE_SETTINGS = {"num_blocks": 40, "kv_offload_gib": 0.001}
 PREFILL_SETTINGS = {"num_blocks": 80, "kv_offload_gib": 0.002}
 # A fault begins while a turn is answered, and lasts for several turns.
 MAX_FAULT_DELAY_S, MAX_FAULT_S = 0.1, 1.0
 MAX_MESSAGE_DELAY_S = 3.0
-# A suspension lasts this many times longer than other faults.
 SUSPENSION_FACTOR = 3.0
 MAX_RECOVERY_S = 30.0
-# Share of messages or blocks that a fault concerns while it lasts.
+# Share of messages or blocks that a fault affects.
 FAULT_SHARE = 0.3
 MESSAGE_FAULTS = ("drop", "delay", "repeat", "reorder")
 TEMPORARY_FAULTS = (*MESSAGE_FAULTS, "damage_blocks", "fail_copies")
@@ -53,14 +51,14 @@ FAULTS = (*TEMPORARY_FAULTS, *PROCESS_FAULTS)
 
 @dataclass(frozen=True)
 class FaultyEngineRecipe:
-    """Loads the model in the engine's process. A fault can occur while `directory` has a file with its name."""
+    """Loads the model in the engine's process. A fault can occur while `directory` has a file with the fault's name."""
 
     model: Path
     directory: Path
     config: EngineConfig
 
     def __call__(self) -> tuple[ModelSpec, EngineConfig]:
-        # Otherwise nothing would be fetched: computing a tiny model's prompts is faster than any fetch.
+        # Otherwise nothing is fetched: computing a tiny model's prompts is faster.
         CopyTimeModel.predict = lambda *_: 0.0
         FetchTimes.is_worthwhile = lambda *_: True
         for sender in (PeerConnection, PrefixServer):
@@ -110,8 +108,6 @@ class FaultyEngineRecipe:
 
 
 class FaultyProcess:
-    """An engine in a process, which is started again after it is killed."""
-
     def __init__(self, recipe: FaultyEngineRecipe):
         self._recipe = recipe
         self.engine: EngineClient | None = None
@@ -134,8 +130,6 @@ class FaultyProcess:
         os.kill(self._process.pid, signal.SIGCONT)
 
     async def check_idle(self) -> None:
-        """Assert that the engine holds nothing. It must have no requests."""
-
         def is_idle() -> bool:
             stats, num_slots = self.engine.stats, self.engine.info.num_state_slots
             is_all_free = (stats.num_free_blocks, stats.num_free_state_slots) == (stats.num_blocks, num_slots)
@@ -168,7 +162,7 @@ class Campaign:
         self.slowest_answer_s = 0.0
 
     async def run(self, num_faults: int) -> None:
-        """Inject `num_faults` faults. Raises AssertionError if an answer or an engine is wrong."""
+        """Raises AssertionError if an answer or an engine is wrong."""
         expected_engine = await AsyncEngine.start(load(self._model), EngineConfig(**COMMON_SETTINGS, num_blocks=200))
         fault: asyncio.Task[None] | None = None
         try:
@@ -180,7 +174,6 @@ class Campaign:
                 await fault
                 await self._decode.check_idle()
                 await self._prefill.check_idle()
-            # After all faults, the decode engine must fetch blocks again.
             num_fetched = self._decode.engine.stats.fetched_tokens
             deadline_s = time.monotonic() + MAX_RECOVERY_S
             while self._decode.engine.stats.fetched_tokens == num_fetched:
@@ -202,7 +195,6 @@ class Campaign:
         self.totals.update({f"fetches: {outcome}": count for outcome, count in stats.fetches if count})
 
     async def _run_turns(self, expected_engine: Engine) -> None:
-        """Run one turn of each of several conversations at the same time."""
         conversations = self._rng.sample(self._conversations, self._rng.randrange(1, MAX_CONCURRENT + 1))
         for conversation in conversations:
             conversation.add_turn(self._rng)
@@ -215,7 +207,7 @@ class Campaign:
             self.totals["num_prompt_tokens"] += len(conversation.tokens) - OUTPUT_LEN
 
     async def _generate(self, conversation: Conversation) -> list[int]:
-        """Send the conversation to the decode engine. Send it again if the engine's process was killed meanwhile."""
+        """Returns the decode engine's answer. Repeats the request if the engine's process was killed."""
         process = self._decode
         while True:
             await process.is_serving.wait()
@@ -252,7 +244,6 @@ class Campaign:
 
 
 def run_campaign(name: str, carrier: str, num_faults: int, seed: int, max_answer_s: float) -> Campaign:
-    """Run the tiny model `name`. Raises AssertionError if something was wrong."""
     with tempfile.TemporaryDirectory() as parent:
         model, directory = Path(parent, "model"), Path(parent, "transfer")
         model.mkdir()

@@ -23,7 +23,7 @@ from nanovllm_models import load
 
 CARRIERS = ("shm", "tcp", "nixl") if sys.platform == "linux" else ("tcp",)
 HOST_MEMORY = {"kv_offload_gib": 0.05}
-# Settings of both engines. FILES stands for a directory that only one engine uses.
+# Settings of both engines. FILES stands for a directory of each engine.
 FILES = "files"
 TRANSFER_SETTINGS = {
     "all at once": AMPLE_CACHE,
@@ -45,12 +45,11 @@ MAX_WAIT_S = 60.0
 
 
 def can_run(name: str, setting: str) -> bool:
-    """Whether the tiny model `name` supports a setting."""
     return setting != "heads" or TINY_MODELS[name].has_mtp
 
 
 async def compare(path: Path, device: str, setting: str, carrier: str) -> EngineStats:
-    """Assert that fetched prompts have the answers of computed prompts. Returns the decode engine's statistics."""
+    """Asserts that answers to fetched and computed prompts are equal. Returns the decode engine's statistics."""
     settings, is_preempted = TRANSFER_SETTINGS[setting], "preempted" in setting
     settings_of_single_engine = {
         key: value for key, value in settings.items() if key not in ("kv_offload_gib", "kv_offload_dir", "speculate")
@@ -71,7 +70,7 @@ async def compare(path: Path, device: str, setting: str, carrier: str) -> Engine
 
         address = f"ipc://{directory}/transfer"
         prefill_settings = {"depth": 2, **shared_settings, "transfer_listen": address, **place_files("prefill")}
-        # A process can hold the ranks of only one engine, so an engine with several ranks gets its own process.
+        # A process can hold the ranks of only one engine.
         start = AsyncEngine.start if settings.get("tensor_parallel_size", 1) == 1 else EngineClient.launch
         prefill = await start(load(path), EngineConfig(device=device, dtype="float32", **prefill_settings))
         stats: list[EngineStats] = []
@@ -82,7 +81,7 @@ async def compare(path: Path, device: str, setting: str, carrier: str) -> Engine
                 "prefill_peer": address,
                 **place_files("decode"),
             }
-            # Blocks of some models are so small that all fit into the host memory, and none is read from a file.
+            # Some models have so small blocks that all fit into the host memory.
             options |= {"unused_tiers": ("disk",), "prepare": await_peer, "final_stats": stats}
             found = await generate(path, device, decode_settings, **options)
             await await_idle(prefill)
@@ -94,21 +93,19 @@ async def compare(path: Path, device: str, setting: str, carrier: str) -> Engine
 
 
 def write_secret(path: Path) -> Path:
-    """Write a new secret for transfers."""
     path.write_bytes(os.urandom(32))
     path.chmod(0o600)
     return path
 
 
 async def await_peer(engine: AsyncEngine) -> None:
-    """Wait until `engine` can fetch, and can write files."""
+    """Waits until `engine` can fetch, and can write files."""
     files = engine._loop._scheduler.tier.files
     await wait_until(lambda: files is None or all(store.indexed.is_set() for store in files._stores))
     await wait_until(lambda: all(peer.is_ready for peer in engine._loop._transfers._peers.values()))
 
 
 async def await_idle(engine: Engine) -> None:
-    """Wait until `engine` holds no blocks for other engines."""
     await wait_until(lambda: engine.stats.num_leases == 0 and engine.stats.num_free_blocks == engine.stats.num_blocks)
 
 
@@ -120,7 +117,6 @@ async def wait_until(condition) -> None:
 
 
 def main() -> None:
-    """Run the matrix, and print a line per model, setting and carrier."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--carriers", nargs="+", default=CARRIERS, choices=CARRIERS)

@@ -1,7 +1,4 @@
-"""Makes the requests that Schemathesis generates cheap enough for a CPU, and gives them the name of a served model.
-
-Valid values are replaced by other valid values; invalid values stay.
-"""
+"""Makes generated requests cheap enough for a CPU. Invalid values stay."""
 
 import os
 from typing import Any
@@ -14,7 +11,7 @@ MIN_TIMEOUT_S = 60
 
 @schemathesis.hook
 def before_call(context: Any, case: Any, **kwargs: Any) -> None:
-    """Limit the answer's length. Some phases of Schemathesis skip `map_body`, so an answer could fill the context."""
+    """Limits the answer's length, because some phases of Schemathesis skip `map_body`."""
     if isinstance(case.body, dict) and case.body.keys().isdisjoint(("max_tokens", "max_completion_tokens")):
         case.body["max_tokens"] = MAX_TOKENS
 

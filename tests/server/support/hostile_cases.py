@@ -9,10 +9,9 @@ VALID_BODY = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], 
 REFUSED = frozenset(range(400, 500))
 # Allowed statuses of cases that a later release may accept.
 ANY = REFUSED | {200}
-# Stands for text of the same length, which each `Case.make_data` chooses anew. The server caches compiled grammars by
-# their source, so a grammar that contains UNIQUE is compiled each time.
+# `Case.make_data` replaces this text by a new value of the same length, so that no grammar is cached.
 UNIQUE = "unique-value"
-# Maximum time from sending a case to its answer, and maximum time that a case adds between two chunks of a stream.
+# ADDED_GAP_LIMIT_S: maximum time that a case adds between two chunks of a stream.
 ANSWER_LIMIT_S = 1.0
 ADDED_GAP_LIMIT_S = 0.1
 
@@ -22,10 +21,9 @@ class Case:
     """One input and the answers that are allowed.
 
     data: bytes to send, with UNIQUE in each grammar that the server may compile.
-    statuses: allowed statuses of the answer.
     may_close: whether the server may close the connection without an answer.
-    leave: how the client disconnects: "close", "half" (it closes only its sending side) or "reset". Its answer is not
-        checked. None: the client waits for the answer.
+    leave: how the client disconnects: "close", "half" (only the sending side) or "reset". The answer is not checked.
+        None: the client waits for the answer.
     """
 
     name: str
@@ -36,11 +34,9 @@ class Case:
 
     @property
     def is_refused(self) -> bool:
-        """Whether the server must not answer the input like a valid request."""
         return 200 not in self.statuses
 
     def make_data(self) -> bytes:
-        """Return the bytes to send, with a new value for UNIQUE."""
         return self.data.replace(UNIQUE.encode(), secrets.token_hex(len(UNIQUE) // 2).encode())
 
 
@@ -189,7 +185,7 @@ def make_wire_cases() -> list[Case]:
 
 
 def make_body_cases() -> list[Case]:
-    """Cases of bodies that are not JSON, or JSON of a wrong form."""
+    """Cases of bodies that are not JSON, or are JSON of a wrong form."""
     text = json.dumps(VALID_BODY)
     wrong_content_types = ["", "text/plain", "application/x-www-form-urlencoded", "multipart/form-data",
                            "application/json\x00", "application/json; charset=utf-16",
@@ -286,7 +282,6 @@ def make_field_cases() -> list[Case]:
     mutual = {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}
     catastrophe = {"type": "string", "pattern": "^((a+)+|(b?){9999})*$"}
     wide = {"type": "object", "properties": {f"p{index}": {"type": "string"} for index in range(20_000)}}
-    # A later release may accept these fields.
     tolerated_fields: dict[str, dict] = {
         "an unknown field of 1 MB": {"x" * 10**6: 1}, "100,000 unknown fields": {f"x{i}": i for i in range(100_000)},
         "a field with a new line": {"a\nERROR injected": 1}, "a deep unknown field": {"x": nested(900)},

@@ -13,13 +13,12 @@ from hostile_cases import Case, chat_request
 # Only ends a test that would wait forever: `test_hostile.py` checks the time of each answer.
 PATIENCE_S = 60
 STREAM_TOKENS = 400
-# After an answer, the gaps before this number of chunks also count. One chunk is not enough, because it may have been
-# sent before a stall.
+# After an answer, the gaps before this number of chunks also count: the first chunk may have been sent before a stall.
 NUM_CHUNKS_AFTER = 4
 
 
 async def send_case(url: str, case: Case, data: bytes | None = None) -> str | None:
-    """Send `case`. Returns what is wrong with the answer, or None.
+    """Returns what is wrong with the answer, or None.
 
     data: bytes to send; None: the bytes from `case.make_data`.
     """
@@ -70,10 +69,7 @@ async def _write(data: bytes, writer: asyncio.StreamWriter) -> None:
 
 
 async def measure_answer(url: str, case: Case, data: bytes | None = None) -> float:
-    """Send `case`. Returns the time to the answer in seconds. Raises AssertionError for a wrong answer.
-
-    data: see `send_case`.
-    """
+    """Returns the time to the answer in seconds. Raises AssertionError for a wrong answer."""
     data = case.make_data() if data is None else data
     begin_s = time.monotonic()
     problem = await send_case(url, case, data)
@@ -87,12 +83,12 @@ class Streams:
 
     def __init__(self, url: str):
         self._url = url
-        # One list per answer: the pause between two answers is no gap of a stream.
+        # One list per answer, because pauses between answers do not count.
         self._chunk_times: list[list[float]] = []
         self._num_chunks = 0
 
     async def run(self) -> None:
-        """Stream one answer after another until cancelled. Raises AssertionError if one fails or ends early."""
+        """Streams one answer after another. Raises AssertionError if an answer fails or ends early."""
         parts = urlsplit(self._url)
         while True:
             reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
@@ -112,51 +108,49 @@ class Streams:
                 writer.transport.abort()
 
     async def wait_for_chunks(self, num_chunks: int) -> None:
-        """Wait until `num_chunks` more chunks have arrived."""
         num_awaited = self._num_chunks + num_chunks
         async with asyncio.timeout(PATIENCE_S):
             while self._num_chunks < num_awaited:
                 await asyncio.sleep(0.001)
 
     def longest_gap(self, begin_s: float) -> float:
-        """The longest time between consecutive chunks of one answer. Only gaps that end after `begin_s` count."""
-        # Skip answers that ended by `begin_s`: going through all their chunks would delay the reading of new chunks.
+        """Longest time between chunks of one answer, in seconds. Only gaps that end after `begin_s` count."""
+        # Skip earlier answers: all their chunks would delay the reading of new chunks.
         recent = [times for times in self._chunk_times if times and times[-1] > begin_s]
         pairs = itertools.chain.from_iterable(map(itertools.pairwise, recent))
         return max((late_s - early_s for early_s, late_s in pairs if late_s > begin_s), default=0.0)
 
     async def measure_gap_alone(self, seconds: float) -> float:
-        """Wait for `seconds`. Returns the longest gap without a case, in seconds."""
+        """Returns the longest gap without a case, in seconds."""
         begin_s = time.monotonic()
         await asyncio.sleep(seconds)
         await self.wait_for_chunks(NUM_CHUNKS_AFTER)
         return self.longest_gap(begin_s)
 
     async def measure_answer_and_gap(self, case: Case) -> tuple[float, float]:
-        """Send `case`. Raises AssertionError for a wrong answer.
+        """Returns the time to the answer and the longest gap beside the case, both in seconds.
 
-        Returns (time to the answer in seconds, longest gap beside the case in seconds).
+        Raises AssertionError for a wrong answer.
         """
         data = case.make_data()
-        # Making the data, up to 100 MB, blocks this event loop. Without waiting, this would look like a gap.
+        # Making up to 100 MB of data blocks this event loop, which would look like a gap.
         await self.wait_for_chunks(NUM_CHUNKS_AFTER)
         begin_s = time.monotonic()
         answer_s = await measure_answer(self._url, case, data)
-        # The next chunks show a stall that outlasts the answer.
+        # A stall may outlast the answer.
         await self.wait_for_chunks(NUM_CHUNKS_AFTER)
         return answer_s, self.longest_gap(begin_s)
 
     async def measure_gap(self, case: Case) -> float:
-        """Send `case`. Returns the longest gap beside it, in seconds. Raises AssertionError for a wrong answer."""
+        """Returns the longest gap beside the case, in seconds. Raises AssertionError for a wrong answer."""
         return (await self.measure_answer_and_gap(case))[1]
 
 
 @asynccontextmanager
 async def run_streams(url: str) -> AsyncIterator[Streams]:
-    """Stream two answers at a time while the context lasts.
+    """Streams two answers at a time while the context lasts.
 
-    The second stream starts in the middle of the first. If a stall falls between two answers of one stream, it is a gap
-    of the other stream.
+    The second stream starts in the middle of the first, so that at any time at least one stream can show a stall.
     """
     streams = Streams(url)
     async with asyncio.TaskGroup() as tasks:

@@ -6,7 +6,6 @@ from hostile_cases import ANY, VALID_BODY, Case, chat_request, head, nested, too
 
 
 def make_request_cases() -> list[Case]:
-    """Cases in addition to those of `hostile_cases`."""
     return _make_route_cases() + _make_framing_cases() + _make_refused_cases() + _make_text_cases()
 
 
@@ -54,7 +53,6 @@ def _make_framing_cases() -> list[Case]:
 
 
 def _make_refused_cases() -> list[Case]:
-    """Cases of JSON requests with wrong fields, numbers, histories and tools."""
     bounded = {
         "temperature": (-0.001, 2.001), "top_p": (-0.001, 1.001), "min_p": (-1, 1.5), "presence_penalty": (-2.1, 2.1),
         "frequency_penalty": (-2.1, 2.1), "repetition_penalty": (-1, 1e9), "top_k": (-2, 0.5), "n": (0, 129),
@@ -98,7 +96,6 @@ def _make_refused_cases() -> list[Case]:
 
 
 def _make_text_cases() -> list[Case]:
-    """Cases of unusual text, which the server may answer."""
     texts = {
         "combining marks": "a" + "\u0300" * 500, "joined emoji": "\U0001f468\u200d" * 50,
         "tag characters": "\U000e0041" * 50,

@@ -1,4 +1,4 @@
-"""Hostile JSON schemas, which stay within the size limits but are costly to convert or compile."""
+"""JSON schemas within the size limits that are costly to convert or compile."""
 
 import json
 
@@ -6,11 +6,10 @@ from hostile_cases import ANY, UNIQUE, VALID_BODY, Case, post, tool
 
 
 def make_cost_cases() -> list[Case]:
-    """Cases of costly schemas. The server answers the request or refuses the schema."""
     schemas = make_costly_schemas()
     requests = {name: {"structured_outputs": {"json": schema}} for name, schema in schemas.items()}
     for name in ("1,500 optional properties", "100 KB of different nested objects"):
-        # Truncate the prompt, which contains the tool: it would be longer than the model's context.
+        # The prompt contains the tool. Truncate the prompt to fit the context.
         requests[f"{name} of a tool"] = {
             **tool(schemas[name]),
             "tool_choice": "required",
@@ -68,7 +67,7 @@ def make_costly_schemas() -> dict[str, dict]:
 
 
 def make_nested_objects(depth: int, suffix: str) -> dict:
-    """Objects in objects. The names of their properties end with the depth and `suffix`, unless `suffix` is empty."""
+    """Property names end with the depth and `suffix`, unless `suffix` is empty."""
     leaf = {"type": "string"}
     if depth == 0:
         return leaf

@@ -1,8 +1,8 @@
 """Kills ranks of servers under load: `python kill_ranks.py [--times N] [--ranks N] [--device D] [-- MODEL FLAG ...]`.
 
 Each time, the program starts a server, opens streams and kills one rank. It checks that every stream and the log have
-the error, that `/health` and `/ready` say 503, that the server ends with status 1, and that no process, shared memory
-or file is left.
+the error, that `/health` and `/ready` say 503 if they answer, that the server ends with status 1, and that no process,
+shared memory or file is left.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from pathlib import Path
 NUM_STREAMS = 8
 MAX_ERROR_S = 5.0  # from the kill to the end of the last stream
 MAX_END_S = 15.0  # from the kill to the end of the last process
-# ENGINE_DIED is in the log of the server. RANK_ENDED is in the log, and in the error of each stream.
+# ENGINE_DIED is in the log. RANK_ENDED is in the log and in the error of each stream.
 ENGINE_DIED = "engine died"
 RANK_ENDED = "has ended (exit code"
 START_TIMEOUT_S = 600.0
@@ -30,7 +30,7 @@ BODY = {"messages": [{"role": "user", "content": "hi"}], "stream": True, "max_to
 
 
 def read_processes() -> dict[int, tuple[int, str]]:
-    """The parent and the state of each process, by process id."""
+    """Returns the parent and the state of each process, by process id."""
     processes = {}
     for path in Path("/proc").iterdir():
         if path.name.isdigit():
@@ -43,7 +43,6 @@ def read_processes() -> dict[int, tuple[int, str]]:
 
 
 def find_descendants(pid: int) -> list[int]:
-    """The process ids of all descendants of `pid`."""
     processes = read_processes()
     found = [pid]
     for ancestor in found:
@@ -52,12 +51,11 @@ def find_descendants(pid: int) -> list[int]:
 
 
 def read_memory_pages(pid: int) -> int:
-    """Resident memory in pages."""
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1])
 
 
 def find_ranks(server_pid: int, num_ranks: int) -> list[int]:
-    """The process ids of the ranks: the engine's process, then the other ranks in the order of their start."""
+    """Returns the process ids of the ranks: the engine's process, then the other ranks by process id."""
     processes = read_processes()
     children = [pid for pid, (parent, _) in processes.items() if parent == server_pid]
     engine = max(children, key=read_memory_pages)
@@ -71,12 +69,11 @@ def find_ranks(server_pid: int, num_ranks: int) -> list[int]:
 
 
 def find_leftovers(directory: str) -> list[str]:
-    """Names of the files that a server has left in its directory for temporary files, and of its shared memory."""
     return [str(path) for path in (*Path(directory).iterdir(), *Path("/dev/shm").glob("nanovllm*"))]
 
 
 async def read_stream(host: str, port: int, has_begun: asyncio.Event) -> bytes:
-    """Read an answer to its end. Sets `has_begun` at the first token."""
+    """Returns an answer. Sets `has_begun` at the first tokens."""
     reader, writer = await asyncio.open_connection(host, port)
     body = json.dumps(BODY).encode()
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
@@ -97,7 +94,7 @@ async def read_stream(host: str, port: int, has_begun: asyncio.Event) -> bytes:
 
 
 def read_status(url: str) -> tuple[int, str] | None:
-    """The status and the body of a status route; None if the server does not answer."""
+    """Returns status and body; None if the server does not answer."""
     try:
         with urllib.request.urlopen(url, timeout=2) as response:
             return response.status, response.read().decode()
@@ -109,7 +106,7 @@ def read_status(url: str) -> tuple[int, str] | None:
 
 
 async def kill_once(command: list[str], rank: int, num_ranks: int) -> str:
-    """Start a server, and kill `rank` while it streams. Returns the measured times as text."""
+    """Starts a server, and kills `rank` while the server streams. Returns the measured times as text."""
     with tempfile.TemporaryDirectory() as directory:
         report = await _kill_once(command, rank, num_ranks, directory)
         assert not (files := find_leftovers(directory)), f"left: {files}"
@@ -117,7 +114,6 @@ async def kill_once(command: list[str], rank: int, num_ranks: int) -> str:
 
 
 async def _kill_once(command: list[str], rank: int, num_ranks: int, directory: str) -> str:
-    """Do the work of `kill_once`, with `directory` for temporary files."""
     server = await asyncio.create_subprocess_exec(
         *command,
         stdout=asyncio.subprocess.PIPE,
@@ -166,7 +162,6 @@ async def _kill_once(command: list[str], rank: int, num_ranks: int, directory: s
 
 
 def main() -> None:
-    """Kill ranks of `--times` servers."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", nargs="*", help="model and flags of the server")
     parser.add_argument("--times", type=int, default=20)

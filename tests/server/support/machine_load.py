@@ -9,10 +9,10 @@ _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
 async def measure_own_time(measure: Callable[[], Awaitable[float]]) -> float:
-    """Return the seconds from `measure`, reduced by the share of the CPU that other programs took meanwhile.
+    """Returns the seconds from `measure`, reduced by the share of the CPU that other programs took meanwhile.
 
-    Own programs are this process and its descendants. If other programs take no CPU, the result is that of `measure`.
-    If they take half of the CPU, the result is half of that time.
+    Other programs are all processes but this process and its descendants. If they take half of the CPU, the result is
+    half of the time.
     """
     begin_s, begin_busy_s, begin_own_s = time.monotonic(), _read_busy_s(), _read_own_s()
     seconds = await measure()
@@ -23,13 +23,13 @@ async def measure_own_time(measure: Callable[[], Awaitable[float]]) -> float:
 
 
 def _read_busy_s() -> float:
-    """CPU time of all programs since the machine started, including time that the host of a virtual machine takes."""
+    """CPU time of all programs, including time that the host of a virtual machine takes."""
     user, nice, system, _idle, _iowait, irq, softirq, steal = Path("/proc/stat").read_text().split()[1:9]
     return _TICK_S * sum(map(int, (user, nice, system, irq, softirq, steal)))
 
 
 def _read_own_s() -> float:
-    """CPU time of this process and all its descendants, including descendants that have ended."""
+    """CPU time of this process and its descendants, including ended descendants."""
     pids, ticks = [os.getpid()], 0
     for pid in pids:
         try:
@@ -37,7 +37,7 @@ def _read_own_s() -> float:
             ticks += sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:15]))
             for children in Path(f"/proc/{pid}/task").glob("*/children"):
                 pids += map(int, children.read_text().split())
-        # A process may end meanwhile. Its parent then has its time.
+        # A process may end meanwhile. The parent then has its time.
         except (FileNotFoundError, ProcessLookupError):
             continue
     return _TICK_S * ticks

@@ -21,15 +21,14 @@ from hostile_exchange import measure_answer, run_streams, send_case
 from hostile_requests import make_request_cases
 from hostile_schemas import make_cost_cases
 
-# If a case has a grammar, each attempt sends a different one. Only first attempts count: later attempts tell whether a
-# first attempt was slow because of another program.
+# Only first attempts count. Later attempts tell whether a first attempt was slow because of another program.
 NUM_ATTEMPTS = 3
 ALONE_MEASUREMENT_S = 5.0
 NUM_SHOWN = 12
 
 
 async def measure(url: str) -> int:
-    """Print the slowest answers and the longest gaps. Returns the number of first attempts that exceed a limit."""
+    """Prints the slowest answers and the longest gaps. Returns the number of first attempts over a limit."""
     cases = [*make_wire_cases(), *make_body_cases(), *make_field_cases(), *make_request_cases(), *make_cost_cases()]
     random.Random(0).shuffle(cases)
     assert await send_case(url, WARM_UP) is None
@@ -50,7 +49,7 @@ async def measure(url: str) -> int:
 
 
 def show(title: str, seconds_by_case: dict[str, list[float]], limit_s: float) -> int:
-    """Print the cases with the slowest first attempts. Returns the number of first attempts over the limit."""
+    """Prints the slowest first attempts. Returns the number of first attempts over the limit."""
     num_over = sum(first_s > limit_s for first_s, *_ in seconds_by_case.values())
     print(f"{title}: {num_over} of {len(seconds_by_case)} first attempts over {limit_s:.3f} s\n  first  best")
     for name, attempts_s in sorted(seconds_by_case.items(), key=lambda item: -item[1][0])[:NUM_SHOWN]:

@@ -1,7 +1,7 @@
 """Makes engines propose as many drafts as they may: all measured times of steps are 0.
 
-Python imports this module at its start if PYTHONPATH has this directory. `compare_drafts.py --always` sets the variable
-for its server, whose engine is a process of its own.
+Python imports this module at its start if PYTHONPATH has this directory, as for the server of
+`compare_drafts.py --always`.
 """
 
 import importlib.util
@@ -12,7 +12,7 @@ PATCHED_MODULE = "nanovllm_core.scheduling.draft_times"
 
 
 class _Patcher(MetaPathFinder):
-    """Finds PATCHED_MODULE, and replaces its measurement when the module has been executed."""
+    """Replaces the measurement in PATCHED_MODULE once the module has been executed."""
 
     def find_spec(self, name, path, target=None):
         if name != PATCHED_MODULE:

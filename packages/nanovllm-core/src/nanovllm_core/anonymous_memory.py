@@ -1,4 +1,4 @@
-"""Allocates shared memory without a name. The operating system frees the memory when the last process closes it."""
+"""Allocates shared memory without a name."""
 
 import mmap
 import os
@@ -11,7 +11,7 @@ from typing import Any
 class AnonymousMemory:
     """Shared memory of a fixed size, initially zeros. An instance can be an argument of a new process.
 
-    The memory has no name, because named shared memory would remain after its processes are killed.
+    The operating system frees the memory when the last process closes it, even if processes are killed.
 
     descriptor: the memory's file descriptor in this process.
     """
@@ -42,7 +42,7 @@ class AnonymousMemory:
 
 
 def _create_file(num_bytes: int) -> int:
-    """The descriptor of a new file that has no name and contains zeros."""
+    """The descriptor of a new file without a name."""
     if hasattr(os, "memfd_create"):
         descriptor = os.memfd_create("nanovllm")
     else:

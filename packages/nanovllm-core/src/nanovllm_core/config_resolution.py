@@ -40,8 +40,7 @@ def resolve(
     max_position: maximum number of tokens that the model supports.
     model_dtype: dtype of the checkpoint.
     cuda_dtype: default dtype on a GPU; None for `model_dtype`.
-    has_flash_attention: whether FlashAttention is installed and supports the GPU.
-    has_cute: whether CuTe DSL is installed and supports the GPU.
+    has_flash_attention, has_cute: whether FlashAttention or CuTe DSL is installed and supports the GPU.
     has_fp8: whether the GPU supports FP8.
     num_gpus: number of usable GPUs; None means 1 if `has_cuda` is True, else 0.
     """

@@ -10,11 +10,7 @@ FinishReason = Literal["stop", "length"]
 
 # Types that one process sends to another are msgspec structs, which are fast to create and encode.
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Log-probabilities for one output token.
-
-    logprob: log-probability of the chosen token.
-    top: pairs (id, log-probability) of the likeliest tokens, best first.
-    """
+    """Log-probabilities for one output token. top: pairs (id, log-probability) of the likeliest tokens, best first."""
 
     logprob: float
     top: tuple[tuple[int, float], ...]
@@ -23,7 +19,6 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class PromptTokenLogprobs(NamedTuple):
     """Log-probabilities for one prompt token.
 
-    logprob: log-probability of the prompt token.
     rank: rank of the prompt token by probability; the likeliest token has rank 1.
     top: pairs (id, log-probability) of the likeliest tokens, best first.
     """
@@ -37,10 +32,7 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Log-probabilities of n consecutive prompt tokens. Iteration yields a `PromptTokenLogprobs` per token.
 
     The fields are bytes of arrays, because creating an object per token of a long prompt would delay other requests.
-    logprobs: float32 [n].
-    ranks: int32 [n].
-    top_ids: int32 [n, num_top].
-    top_logprobs: float32 [n, num_top].
+    logprobs: float32 [n]. ranks: int32 [n]. top_ids: int32 [n, num_top]. top_logprobs: float32 [n, num_top].
     """
 
     num_top: int
@@ -100,8 +92,7 @@ class RequestFailure(NamedTuple):
 class StepOutputs(msgspec.Struct, frozen=True, array_like=True):
     """The outputs of one step. Each field is one list for all requests, so most requests need no object per step.
 
-    keys: request key of each new token.
-    tokens: id of each new token. The tokens of one request are in order.
+    keys, tokens: request key and id of each new token. The tokens of one request are in order.
     logprobs: pairs (request key, log-probabilities for a new token), only for requests with this option.
     prompt_logprobs: pairs (request key, log-probabilities of consecutive prompt tokens), in order. The last pair of a
         request comes no later than the request's first output token.

@@ -47,7 +47,6 @@ class RequestState:
     max_total_tokens: number of prompt and output tokens at which the request finishes.
     num_cached_tokens: prompt tokens found in the prefix cache at the first admission.
     scheduled_time: value of `time.monotonic` at the first admission.
-    num_accepted_drafts, num_rejected_drafts: totals of verified drafts.
     num_scheduled_prompt_logprobs: number of prompt tokens whose log-probabilities a step has computed or will compute.
     row: index of the request in the tables of the scheduler and of the device; -1 without a row.
     block_hashes: hashes of the full blocks, in order. A hash covers the block and all tokens before the block.

@@ -10,12 +10,12 @@ from nanovllm_core.errors import RequestError
 from nanovllm_core.grammar_types import GrammarSpec
 
 MAX_TOP_LOGPROBS = 20  # likeliest tokens to report per token
-MAX_LOGIT_BIAS_ENTRIES = 1024  # entries of `logit_bias`
-MAX_STOP_TOKENS = 64  # entries of `stop_token_ids`
-MAX_ALLOWED_TOKEN_IDS = 4096  # entries of `allowed_token_ids`
+MAX_LOGIT_BIAS_ENTRIES = 1024
+MAX_STOP_TOKENS = 64
+MAX_ALLOWED_TOKEN_IDS = 4096
 MAX_REASONING_END_TOKENS = 64  # tokens of `ReasoningBudget.end`
 MAX_FORBIDDEN_SEQUENCES = 256
-MAX_FORBIDDEN_SEQUENCE_TOKENS = 16  # tokens of one forbidden sequence
+MAX_FORBIDDEN_SEQUENCE_TOKENS = 16
 _MIN_POSITIVE = 1e-6  # minimum of a parameter that must be positive
 
 
@@ -85,7 +85,7 @@ class SamplingParams:
 
     @property
     def has_penalties(self) -> bool:
-        """Whether a penalty is on. The choice of a token then depends on how often each token has occurred so far."""
+        """Whether a penalty is on."""
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
 
     def validate(self, vocab_size: int) -> None:

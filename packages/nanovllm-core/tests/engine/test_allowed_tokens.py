@@ -58,7 +58,7 @@ async def test_outputs_equal_those_with_biases_against_all_other_tokens(toy_spec
         )
         assert allowed == biased
         assert {token for tokens in allowed for token in tokens} <= {*ALLOWED}
-        # The option does not change outputs of requests without it, also in rows that restricted requests used earlier.
+        # Requests without the option are unchanged, also in rows that restricted requests used earlier.
         assert await free == [oracle(prompt, OUTPUT_LEN) for prompt in prompts]
         assert (engine.stats.num_preemptions > 0) == (settings.get("num_blocks") == 9)
     finally:

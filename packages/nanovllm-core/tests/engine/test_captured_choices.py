@@ -1,6 +1,6 @@
 """One batch of all kinds of requests gives the same tokens and log-probabilities with and without graphs.
 
-On a CPU, stand-ins for the graphs call the functions that a GPU would capture. So the engine runs the same code.
+On a CPU, stand-ins for the graphs call the functions that a GPU would capture.
 """
 
 import asyncio
@@ -54,11 +54,7 @@ class StandInGraph:
 
 
 class StandInStepGraphs(StepGraphs):
-    """Has a captured step for every decode.
-
-    num_replays: number of replays of each sampling graph, by its `SamplingOps`.
-    num_draft_replays: number of replayed steps with drafts.
-    """
+    """Has a captured step for every decode. num_replays: replays of each sampling graph, by `SamplingOps`."""
 
     num_replays: dict[int, int] = {}
     num_draft_replays = 0

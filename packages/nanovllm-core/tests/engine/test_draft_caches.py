@@ -28,7 +28,7 @@ METHODS = {
 }
 # Shares of the steps that propose drafts.
 SHARES = (1, 0.6)
-# Every method with every setting. Each method and each setting occurs with both shares.
+# Each method and each setting occurs with both shares.
 CASES = [
     (method, setting, SHARES[(method_index + setting_index) % 2])
     for method_index, method in enumerate(METHODS)
@@ -84,7 +84,7 @@ async def test_drafts_are_right_if_no_cache_entry_is_wrong(method, setting, shar
         assert stats.num_cached_prompt_tokens > 100
     verified, accepted = sum(stats.verified_drafts_by_position), sum(stats.accepted_drafts_by_position)
     assert verified > share * NUM_REQUESTS * OUTPUT_LEN / 4
-    # One wrong entry makes nearly all later drafts wrong. After a preemption, the request's
-    # row keeps old drafts. The request may accept one for which its new blocks have no space, so its entry is missing.
+    # After a preemption, the row keeps old drafts. An accepted old draft has no cache entry if the request's new blocks
+    # have no space for the draft.
     is_always_right = method != "draft with errors" and setting != "preempted"
     assert accepted == verified if is_always_right else accepted > verified // 2

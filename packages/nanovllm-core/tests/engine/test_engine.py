@@ -74,8 +74,7 @@ async def test_tokens_equal_those_of_the_oracle_for_all_settings(name, device, t
     rng = random.Random(1)
 
     async def arrive(index: int, prompt: list[int]) -> list[int]:
-        # To force preemptions, all requests arrive at once. With delays, a GPU would finish the first requests before
-        # the last requests arrive.
+        # To force preemptions, all requests arrive at once: a GPU may compute faster than delayed requests arrive.
         await asyncio.sleep(0 if name.startswith("preempted") else rng.random() * 0.05)
         return await collect(engine, greedy(f"r{index}", prompt, 40))
 

@@ -44,7 +44,7 @@ def test_the_engine_ends_at_once_when_its_parent_is_killed(phase, tmp_path):
         parent.kill()
     killed_s = time.monotonic()
     while is_alive(pid):
-        # An engine that missed the end of its parent would live longer: in "loading", it sleeps for 10 minutes.
+        # In "loading", an engine that misses the end of its parent sleeps for 10 minutes.
         assert time.monotonic() - killed_s < 60
         time.sleep(0.02)
     assert not list(temporary_directory.glob("nanovllm-*"))

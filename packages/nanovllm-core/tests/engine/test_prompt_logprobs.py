@@ -23,7 +23,7 @@ CONFIGS = {
 
 
 def make_requests(seed: int) -> list[Request]:
-    """Requests whose prompts share prefixes. Most of them want log-probabilities of the prompt."""
+    """Requests whose prompts share prefixes."""
     rng = random.Random(seed)
     shared = [rng.randrange(90) for _ in range(60)]
     requests = []
@@ -73,7 +73,7 @@ async def test_prompt_logprobs_equal_the_oracle_for_all_settings(name, device, t
     rng, requests = random.Random(1), make_requests(len(name))
 
     async def arrive(request: Request):
-        # To force preemptions, requests arrive at once: with delays, a GPU would finish some before others arrive.
+        # Delays would prevent preemptions: a GPU would finish some requests before others arrive.
         await asyncio.sleep(0 if name.startswith("preempted") else rng.random() * 0.05)
         return await serve(engine, request)
 

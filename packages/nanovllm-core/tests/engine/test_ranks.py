@@ -28,7 +28,7 @@ pytestmark = pytest.mark.background
 
 CONFIG = EngineConfig(device="cpu", num_blocks=64, max_num_seqs=4, tensor_parallel_size=2)
 LIMITS = {"max_model_len": 128, "max_num_batched_tokens": 48}
-# On an idle machine, a correct engine ends within a second. An engine that misses an ended rank waits for minutes.
+# An engine that misses an ended rank waits for minutes.
 MAX_END_S = 60
 
 
@@ -172,7 +172,7 @@ def is_running(pid: int) -> bool:
 
 
 def read_stat(process_dir: Path) -> list[str]:
-    """The fields of PID/stat in /proc, beginning with the process state. The list is empty if the process has ended."""
+    """Fields of /proc/PID/stat from the process state on; empty if the process has ended."""
     try:
         return (process_dir / "stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):

@@ -57,7 +57,6 @@ async def test_each_client_gets_its_own_outputs_in_one_message_per_step(oracle, 
                 await asyncio.sleep(0.01)
         assert owner.stats.num_requests_running == 0
         step_outputs = [message.outputs for message in messages if message.outputs.keys]
-        # Each client gets at most one message per step.
         assert len(step_outputs) <= 2 * owner.stats.num_steps
         assert max(len(step.keys) for step in step_outputs) == 4
         for step in step_outputs:

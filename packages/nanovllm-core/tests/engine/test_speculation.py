@@ -38,7 +38,6 @@ def test_ngram_drafts_change_no_answer(num_blocks, depth, num_drafts, expected, 
 
 
 WITH_DRAFT_MODEL, WITH_MTP_HEAD = replace(toy_spec(), draft=toy_spec("small")), toy_spec("headed")
-# (model, settings)
 MODEL_CASES = {
     "same model": (replace(toy_spec(), draft=toy_spec()), {"num_speculative_tokens": 4}),
     "draft model, preempted": (WITH_DRAFT_MODEL, {"num_blocks": 18, "num_speculative_tokens": 3}),
@@ -65,7 +64,7 @@ def test_drafts_of_models_and_heads_change_no_answer(case, expected, vetter, alw
 
 
 async def count_drafts(config: EngineConfig, spec: ModelSpec) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Numbers of verified and of accepted drafts by position, for requests that arrive one after the other."""
+    """Numbers of verified and accepted drafts by position."""
     engine = await AsyncEngine.start(spec, config)
 
     async def answer(index: int, sampling: SamplingParams) -> None:

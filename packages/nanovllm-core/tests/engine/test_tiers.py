@@ -28,7 +28,7 @@ from nanovllm_core.cache.host_memory import HostMemory
 from nanovllm_core.engine.trace import TRACK_IDS
 from nanovllm_core.execution import entry_copier
 
-# A conversation takes up to 12 blocks, so that conversations that alternate evict each other.
+# Three conversations of up to 12 blocks each evict each other.
 CONFIG = EngineConfig(device="cpu", num_blocks=20, max_num_seqs=2, kv_offload_gib=0.01)
 NUM_TURNS = 4
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -47,7 +47,7 @@ async def generate(engine: AsyncEngine, name: str, prompt: list[int], count: int
 
 
 async def converse(engine: AsyncEngine, answer: Answer, num_turns: int = NUM_TURNS) -> None:
-    """Three conversations take turns. Each turn adds the answer and a few tokens to the prompt."""
+    """Three conversations take turns."""
     rng = random.Random(0)
     prompts = [[rng.randrange(6, 97) for _ in range(100)] for _ in range(3)]
     for turn in range(num_turns):
@@ -59,7 +59,7 @@ async def converse(engine: AsyncEngine, answer: Answer, num_turns: int = NUM_TUR
 
 
 async def wait_for_copies(engine: AsyncEngine) -> None:
-    """Wait until the host memory has all cached blocks. On a CPU, each step stores them."""
+    """Wait until the host memory has all cached blocks."""
     scheduler, deadline = engine._loop._scheduler, time.monotonic() + 60
     # Copies hold blocks, and the stats count these blocks as free only after the copies.
     while scheduler.has_copies or scheduler.tier._store_queue or engine.stats.num_free_blocks < engine.stats.num_blocks:

@@ -30,7 +30,7 @@ async def test_every_step_has_a_span_per_track(tmp_path, device):
 
 async def test_an_unwritable_trace_path_is_refused_before_the_model_is_loaded(tmp_path):
     file = tmp_path / "none" / "trace.json"
-    # Loading this model would fail with another error. So this error shows that loading has not begun.
+    # Loading this model would raise another error.
     with pytest.raises(ConfigError, match=r"trace is '.*trace\.json', which can't be written \(No such file"):
         await AsyncEngine.start(toy_spec("refusing"), EngineConfig(device="cpu", trace=file))
 

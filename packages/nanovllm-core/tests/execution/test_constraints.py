@@ -1,4 +1,4 @@
-"""Tests in which cases grammars or budgets make a step wait for the tokens of the previous step."""
+"""When grammars and budgets make a step wait for the tokens of the previous step."""
 
 import numpy as np
 import torch
@@ -36,7 +36,7 @@ def test_step_waits_only_if_a_mask_depends_on_the_previous_step():
         must_wait = constraints.begin_step(make_plan(rows))
     assert must_wait
     assert [step.num_waits for step in steps] == [0, 0]
-    # Row 0 has sampled token 7, which begins the end sequence. So the budget forces token 68.
+    # Token 7 of row 0 begins the end sequence, so the budget forces token 68.
     sample_indices, bits = constraints.fill_masks(np.arange(3))
     assert [step.num_waits for step in steps] == [1, 1]
     assert sample_indices.tolist() == [1]
@@ -83,7 +83,7 @@ def test_skipped_and_reassigned_rows_are_not_advanced():
     step = ScriptedStepHandle([4, 9])
     constraints.end_step(step)
     step.is_finished = True
-    # The request of row 0 has ended meanwhile, and a new request has the row.
+    # Row 0 now belongs to a new request.
     assert constraints.begin_step(make_plan([1, 0], [make_new_row(0, reasoning_budget=ReasoningBudget(0, (10,)))]))
     sample_indices, bits = constraints.fill_masks(np.arange(2))
     assert (sample_indices.tolist(), allowed_tokens(bits)) == ([1], [[10]])

@@ -96,10 +96,8 @@ def test_end_token_among_the_drafts_ends_the_grammar_but_not_the_allowed_ids():
         10,
         {0: [4], 1: [END], 5: [4], 6: [END], 7: with_end, 8: with_end, 9: with_end},
     )
-    # Each row gets only token 4 from the step.
     constraints.end_step(ScriptedStepHandle([4, 4], [1, 1], [[END, 0, 0, 0]] * 2))
     assert fill_entries(constraints, make_plan([0, 1])) == (2, {0: [END], 1: [END]})
-    # Each row samples the end token.
     constraints.end_step(ScriptedStepHandle([END, END], None, [[0, 0, 0, 0]] * 2))
     assert fill_entries(constraints, make_plan([0, 1])) == (2, {1: with_end})
 

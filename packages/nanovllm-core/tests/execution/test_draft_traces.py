@@ -42,7 +42,7 @@ def grammars() -> dict[GrammarSpec, Grammar]:
 
 @dataclass
 class Target:
-    """The output of a row without drafts. masks[i] restricts tokens[i]. The output may end with a failure."""
+    """The output of a row without drafts. masks[i] restricts tokens[i]."""
 
     options: dict[str, object]
     tokens: list[int] = field(default_factory=list)
@@ -67,7 +67,7 @@ class Target:
             row.append(self.tokens[-1])
 
     def masks_along(self, tokens: list[int]) -> tuple[list[bytes | None], str | None]:
-        """Returns (masks after the known tokens and the first 0, 1, ... of `tokens`; failure of the next mask)."""
+        """Masks before each of `tokens` and after the last, and the failure that ends them (None without one)."""
         row, masks = RowWithoutDrafts(self.options, toy_model.VOCAB), []
         for token in [*self.tokens[: self.num_known], *tokens, 0]:
             mask, failure = row.next_mask()
@@ -91,7 +91,7 @@ def draw_options(rng: random.Random, grammars: dict[GrammarSpec, Grammar]) -> di
 
 
 def draw_drafts(rng: random.Random, target: Target) -> list[int]:
-    """Drafts that continue the target, some of them replaced by another token."""
+    """Drafts that continue the target, with some tokens replaced."""
     drafts = target.tokens[target.num_known :][:MAX_DRAFTS]
     drafts += rng.choices(range(toy_model.VOCAB), k=MAX_DRAFTS - len(drafts))
     for position in range(MAX_DRAFTS):
@@ -110,8 +110,7 @@ def check_entries(target: Target, num_drafts: int, masks: list[bytes | None], fa
     for entry, expected in enumerate(expected_masks):
         assert masks[entry] == expected
         if entry < num_drafts and not unpack(expected, toy_model.VOCAB)[drafts[entry]]:
-            # Entries after a forbidden draft are unused. They have a mask only if the row has allowed token ids.
-            # Such a mask is constant.
+            # Unused entries after a forbidden draft have a (constant) mask only if the row has allowed token ids.
             assert failure is None
             assert "allowed_token_ids" in target.options or masks[entry + 1 :] == [None] * (num_drafts - entry)
             return
@@ -153,7 +152,7 @@ def run_trace(rng: random.Random, grammars: dict[GrammarSpec, Grammar], counts: 
             num_accepted = 0
             while num_accepted < min(n, len(expected)) and drafts[num_accepted] == expected[num_accepted]:
                 num_accepted += 1
-            # If a row accepts its whole target, the row samples one more token, which may be any token.
+            # A row that accepts its whole target samples one more arbitrary token.
             token_ids += [*expected, 0][: num_accepted + 1]
             num_tokens.append(num_accepted + 1)
             target.num_known += num_accepted + 1

@@ -175,7 +175,7 @@ def test_mixed_step_has_no_graph_if_only_decodes_are_captured():
 
 
 class RecordedGraph(TorchDispatchMode):
-    """Stands in for a CUDA graph: records the operators, and a replay writes their results to the same tensors."""
+    """Stands in for a CUDA graph: a replay writes results to the tensors of the capture."""
 
     def __init__(self):
         super().__init__()
@@ -281,7 +281,7 @@ CHUNKS = (40, 20, 9)
 
 
 def make_plans() -> list[StepPlan]:
-    """Plans of seven steps: three prompts without their last four tokens, then these tokens, then five decodes."""
+    """Seven steps: prompts without their last four tokens, these tokens, and five decodes."""
     greedy = SamplingParams(temperature=0)
     new_rows = [
         NewRow(row, as_token_ids(prompt), len(prompt), 0, greedy, seed=0, stop_ids=())

@@ -118,7 +118,7 @@ def test_masks_allow_exactly_the_tokens_that_fit(compiler, low, high):
     rng = random.Random(str(high))
     mask = np.zeros((1, len(grammar.usable_token_mask)), np.int32)
     for turn in range(6):
-        # Use the inner matcher, because it has no terminator. A terminator would end strings that repeat themselves.
+        # A terminator, which the inner matcher lacks, would end strings that repeat themselves.
         matcher, written = grammar.start().inner, b'{"a":"'
         assert all(matcher.accept_token(byte) for byte in written)
         while not matcher.is_completed():
@@ -176,7 +176,7 @@ def test_only_patterns_that_bound_a_length_are_parsed():
 
 
 def test_text_that_resembles_patterns_is_left_unchanged(compiler):
-    """Constants, names of properties and texts stay as they are, even if they resemble patterns, keywords or rules."""
+    """Texts stay as they are, even if they resemble patterns, keywords or rules."""
     bounded_schema = {"type": "string", "pattern": "^(?:[a-b]){0,3}$"}
     schema = {
         "type": "object",

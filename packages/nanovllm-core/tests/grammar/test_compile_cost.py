@@ -1,4 +1,4 @@
-"""Tests which schemas cost too much to compile, and how the cost grows. Costs are steps, not seconds."""
+"""Which schemas cost too much to compile, and how the cost (in steps) grows."""
 
 import json
 import random
@@ -173,7 +173,7 @@ def test_steps_of_the_conversion_grow_with_the_size(steps, make, factor):
 def test_conversion_of_hostile_schemas_ends_at_the_limit(steps, schema):
     with pytest.raises(GrammarError):
         convert_grammar(GrammarSpec("json_schema", json.dumps(schema)))
-    # One call may count up to 2,000 steps for a long pattern or constant, so the last call may exceed the limit.
+    # The last call may exceed the limit: one call counts up to 2,000 steps.
     assert sum(steps) <= MAX_STEPS + 2_000
 
 

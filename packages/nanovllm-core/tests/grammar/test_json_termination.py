@@ -19,7 +19,6 @@ from nanovllm_core.grammar.json_termination import (
     JsonTokenClasses,
 )
 
-# Tokens for every byte, the end token, and a few tokens of several bytes.
 END = 256
 WORDS = [b'", "', b'\\"', b"0, ", b"12"]
 TOKENS = [*(bytes((byte,)) for byte in range(256)), b"", *WORDS]

@@ -14,7 +14,7 @@ from nanovllm_core.grammar.schema_enforcement import convert_grammar
 from nanovllm_core.grammar.schemas.declared_types import declared_types
 from nanovllm_core.grammar.schemas.shape_resolver import ShapeResolver
 
-# The conversion takes seconds, until it reaches the limit of steps.
+# The conversion takes seconds until it reaches the limit of steps.
 SLOW_SCHEMA = {"oneOf": [{"type": "string", "pattern": f"^pattern{i}"} for i in range(1000)]}
 UNIQUE = {"type": "array", "uniqueItems": True}
 

@@ -52,8 +52,7 @@ def masks_along(compiled: xgrammar.CompiledGrammar, tokens: list[int], num_words
 
 @pytest.fixture(scope="module")
 def compilers() -> tuple[xgrammar.GrammarCompiler, list[bytes]]:
-    # Some tokens contain whitespace and several elements. Whether a mask allows such a token depends on the rule's
-    # lookahead.
+    # A rule's lookahead decides whether masks allow tokens with whitespace and several elements.
     words = [bytes([byte]) for byte in range(256)]
     words += [b" " + word for word in (b'"', b":", b",", b"}", b"]", b'" :', b', "', b'"inner"', b"true", b"1,")]
     words += [b'":', b'": ', b'",', b'"}', b"}}", b" }}", b" ]", b'{"', b'{ "', b"[ ", b", ", b'":"', b'\n"inner']

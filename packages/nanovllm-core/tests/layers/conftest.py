@@ -1,4 +1,4 @@
-"""Fixtures: the build context of one rank, and the build contexts of ranks that split weights without communicating."""
+"""Fixtures: build contexts of one rank, and of several ranks without a communicator."""
 
 from collections.abc import Callable
 
@@ -16,7 +16,7 @@ def build() -> BuildContext:
 
 @pytest.fixture
 def ranks() -> Callable[[int], list[BuildContext]]:
-    """Makes ranks without a communicator. A test adds up or joins the results of the ranks itself."""
+    """Tests combine the results of the ranks themselves."""
 
     def make_builds(size: int) -> list[BuildContext]:
         contexts = [ParallelContext(rank, size) for rank in range(size)]

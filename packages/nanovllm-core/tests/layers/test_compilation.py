@@ -1,7 +1,4 @@
-"""A function that `compile_for_rows` returns is compiled at most once for all numbers of rows above 1.
-
-The tests trace functions with torch.compile, but generate no code.
-"""
+"""A function that `compile_for_rows` returns is compiled at most once for all numbers of rows above 1."""
 
 import importlib.util
 import os
@@ -15,7 +12,6 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from nanovllm_core.layers import compilation as compilation_module
 from nanovllm_core.layers.compilation import compile_for_rows, set_cache_directories
 
-# Names of cache directories, by environment variable.
 CACHE_VARIABLES = {
     "TORCHINDUCTOR_CACHE_DIR": "inductor",
     "TRITON_CACHE_DIR": "triton",

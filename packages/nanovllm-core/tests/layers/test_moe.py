@@ -42,7 +42,7 @@ def expert_tensors(prefix: str, names: ExpertNames = MLP_LINEAR_NAMES, width: in
 
 
 def quantize_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Quantise the tensors that a checkpoint quantises: all except the router's weight."""
+    """Quantise all tensors except the router's weight, as checkpoints do."""
     stored = {}
     for name, tensor in tensors.items():
         if name.endswith("gate.weight"):

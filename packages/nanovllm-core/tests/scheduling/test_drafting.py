@@ -19,14 +19,15 @@ STEP_S = 0.01
 
 
 class Decodes:
-    """Requests that decode, with the results of their steps.
+    """Requests that decode. When step n is planned, the results of the steps up to n - 2 are known.
 
-    When step n is planned, the results of the steps up to n - 2 are known. Late entries are entries of earlier tokens
-    that the draft model's cache still lacks.
-    draft_share, proposal_share, late_share, late_pass_share: time per verified draft, per step that proposes, per late
-        entry and per step with late entries. The unit is the time of a step without drafts.
-    num_steps: number of steps so far. extra_steps: time that drafts, proposals and late entries have taken so far, in
-        the same unit.
+    Late entries are entries of earlier tokens that the draft model's cache still lacks. The unit of all times is the
+    time of a step without drafts.
+    draft_share: time per verified draft.
+    proposal_share: time per step that proposes.
+    late_share: time per late entry.
+    late_pass_share: time per step with late entries.
+    extra_steps: time of all drafts, proposals and late entries so far.
     """
 
     def __init__(
@@ -120,9 +121,8 @@ def test_accepted_drafts_lead_to_as_many_drafts_as_allowed():
     assert decodes.planner.num_accepted.tolist() == decodes.planner.num_verified.tolist()
 
 
-# Shares of a step's time, by number of requests: per verified draft, proposal of 4 drafts, step with late entries, and
-# late entry. Measured on an H100 with the shapes of Llama-8B and, for drafts, Llama-1B. The engine measured at most 64
-# requests, so 256 requests have the shares of 64.
+# By number of requests: draft_share, proposal_share, late_pass_share and late_share.
+# Measured on an H100 with the shapes of Llama-8B and, for drafts, Llama-1B. 256 requests have the shares of 64.
 MEASURED_SHARES = {1: (0.03, 0.79, 2.4, 0.001), 64: (0.0015, 1.12, 2.0, 0.001), 256: (0.0015, 1.12, 2.0, 0.001)}
 
 
@@ -224,7 +224,7 @@ def test_drafts_return_soon_after_text_begins_to_repeat():
     decodes = Decodes(0.03)
     decodes.run_steps(300, accepts=False)
     assert decodes.choose() == [0]
-    # A sampled token that equals a draft counts as success, although the step did not verify the draft.
+    # Sampled tokens that equal unverified drafts count as successes.
     decodes.run_steps(5, accepts=True)
     assert decodes.choose()[0] > 0
 

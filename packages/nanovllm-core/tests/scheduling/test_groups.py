@@ -1,4 +1,4 @@
-"""Groups of requests have their own caches and rows. The tests check the choice of a group, and its limits."""
+"""Groups of requests, each with its own cache and rows: the choice of a group, and its limits."""
 
 import numpy as np
 

@@ -207,8 +207,8 @@ def test_a_chunk_drops_a_mostly_idle_last_round_if_attention_takes_most_of_the_t
 
 @pytest.mark.parametrize(("limit_s", "expected"), [(0.0190, 928), (0.0165, 512)])
 def test_a_chunk_is_cut_where_its_last_round_of_attention_would_exceed_the_limit(limit_s, expected):
-    # A prediction from the number of attention pairs is below 19 ms for 960 tokens. If the last round counted as
-    # a whole round, only 928 tokens would fit.
+    # By its attention pairs, a chunk of 960 tokens takes less than 19 ms. Its last round counts as a whole round, so
+    # only 928 tokens fit.
     # With 16.5 ms, round 2 would be mostly idle, so the chunk ends after round 1 (512 tokens).
     scheduler = make_fitted_scheduler(
         StepLimits(8192, prompt_step_limit_s=limit_s, attention_estimator=ESTIMATOR), 1e-5, 2e-8

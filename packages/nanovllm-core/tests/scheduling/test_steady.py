@@ -31,7 +31,7 @@ def make_scheduler(num_blocks: int, max_num_seqs: int, max_tokens: int, *, prefi
 
 
 def make_decoding_scheduler(num_requests: int, *, prefix_caching: bool) -> Scheduler:
-    """A scheduler of requests that have one output token each, and whose last block has space for ten more tokens."""
+    """A scheduler of decoding requests whose last block has space for more than eight tokens."""
     scheduler = make_scheduler(4 * num_requests, num_requests, 64 * num_requests, prefix_caching=prefix_caching)
     for key in range(num_requests):
         request = Request(f"r{key}", [2 + key] * 36, SamplingParams(stop_token_ids=(0,)))

@@ -37,14 +37,12 @@ def true_seconds(work: StepWork) -> float:
 class SimulatedEngine:
     """A scheduler and a device that runs one step after another, on a simulated clock.
 
-    seed: seed of arrivals and noise.
     noise: maximum relative deviation of step times.
-    now: current time, in seconds.
+    now: simulated time, in seconds.
     device_idle_at: time at which the device has finished all launched steps.
     in_flight: launched steps, and the times at which they finish.
-    first_token_times: time of the first token, by request key.
+    first_token_times: by request key.
     steps: work and seconds of all launched steps.
-    peak_in_flight: largest number of steps in flight so far.
     """
 
     seed: int
@@ -89,10 +87,7 @@ class SimulatedEngine:
         self.scheduler.add(RequestState(key, request))
 
     def step(self) -> bool:
-        """Launch steps until `max_steps_in_flight` are in flight or no step can be scheduled. Wait for the oldest step.
-
-        Returns False if no step is in flight.
-        """
+        """Fill the queue of steps in flight, and wait for the oldest step. Returns False if no step is in flight."""
         while len(self.in_flight) < self.max_steps_in_flight and (step := self.scheduler.schedule()) is not None:
             seconds = true_seconds(step.work) * self.rng.uniform(1 - self.noise, 1 + self.noise)
             self.device_idle_at = max(self.device_idle_at, self.now) + seconds

@@ -34,7 +34,7 @@ def dropped_privileges() -> Iterator[None]:
 
 
 def choose_forever(names: Sequence[str], rng: random.Random) -> Iterator[str]:
-    """Yield all names in random order, then all in another order, and so on."""
+    """Yield all names in random order, again and again."""
     while True:
         yield from rng.sample(names, len(names))
 

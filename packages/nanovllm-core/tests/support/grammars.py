@@ -107,8 +107,7 @@ def toy_compiler() -> Compiler:
 
 
 class SharedVetter(Vetter):
-    """A vetter of the toy vocabulary that engines share. Engines can't start or close it: its process takes
-    seconds to start."""
+    """A vetter that engines share. Engines can't start or close the vetter, because starting takes seconds."""
 
     def __init__(self) -> None:
         super().__init__(toy_model.toy_vocabulary, toy_model.VOCAB)

@@ -1,4 +1,4 @@
-"""A program that connects to an engine and never disconnects. The child process imports this module."""
+"""A program that connects to an engine and never disconnects."""
 
 import asyncio
 from multiprocessing.connection import Connection

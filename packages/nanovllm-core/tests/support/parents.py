@@ -1,4 +1,4 @@
-"""A program that starts an engine and is then killed. The engine's process imports the loaders from this module."""
+"""A program that starts an engine and is then killed."""
 
 import asyncio
 import sys

@@ -51,10 +51,11 @@ def next_token(prefix_digest: int, eos_rate: int) -> int:
 class Device:
     """A simulated device of one group of requests. Each cache slot and state slot holds a digest of all tokens so far.
 
-    slots: digest by cache slot. tables: for each row, block id by entry. tokens: tokens by row. computed: number of
-        computed tokens by row.
-    states: digest by state slot; None for a model without recurrent layers. state_of: `NewState` by row.
-    max_drafts: number of drafts that are proposed after each sampled token. drafts: drafts by row.
+    slots: digest by cache slot.
+    tables: block id by row and entry.
+    computed: number of computed tokens by row.
+    states: digest by state slot; None for a model without recurrent layers.
+    max_drafts: number of drafts after each sampled token.
     """
 
     block_size: int
@@ -152,10 +153,7 @@ class Device:
 
 
 class SimulatedHost:
-    """Host memory whose copies take several steps. A copy may read or write its entry at any time before it ends.
-
-    Some copies fail: they leave garbage.
-    """
+    """Host memory whose copies take several steps. Some copies fail and leave garbage."""
 
     def __init__(self, layout: HostLayout, devices: Sequence[Device], rng: random.Random, failure_rate: float):
         self.layout, self.devices, self.rng, self.failure_rate = layout, devices, rng, failure_rate
@@ -319,7 +317,7 @@ def expected_scores(request: RequestState) -> list[int]:
 
 
 def held_by_copies(tier: HostTier | None, group: int, kind: EntryKind) -> list[int]:
-    """Entries of a group's cache that loads and stores hold. Blocks that waiting requests hold are not included."""
+    """Entries of a group's cache that loads and stores hold."""
     if tier is None:
         return []
     loads = [*tier._new_loads, *(load for batch in tier._in_flight[Direction.LOAD] for load in batch.loads)]
@@ -572,7 +570,7 @@ class Trace:
 
 
 def check_block_of_traces(block: int, num_groups: int) -> None:
-    """Run `TRACES_PER_BLOCK` traces. Their seeds follow the seeds of the previous block."""
+    """Run `TRACES_PER_BLOCK` traces."""
     num_preemptions = num_hits = num_resumed = num_restored = num_accepted = num_rejected = 0
     num_loaded = num_from_files = num_failed_loads = num_rejected_load_tokens = 0
     for seed in range(block * TRACES_PER_BLOCK, (block + 1) * TRACES_PER_BLOCK):
@@ -607,7 +605,7 @@ def check_block_of_traces(block: int, num_groups: int) -> None:
 
 
 def main() -> None:
-    """Run blocks of traces, and print a line per block. Ends with a traceback at the first failure."""
+    """Run blocks of traces, and print a line per block."""
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--blocks", type=int, default=8)
     options.add_argument("--groups", type=int, nargs="+", default=[1, 2, 3])

@@ -1,4 +1,4 @@
-"""A function that a child process runs. It reads messages from a plan ring. The process imports this module."""
+"""Reads messages from a plan ring, in a child process."""
 
 import hashlib
 import time

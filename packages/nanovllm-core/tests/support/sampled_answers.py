@@ -9,7 +9,6 @@ import toy_model
 
 from nanovllm_core import AsyncEngine, EngineConfig, ModelSpec, Request, RequestOutput, SamplingParams
 
-# Timeout for the release of all blocks. On an idle machine, an engine releases its blocks within a second.
 MAX_RELEASE_S = 60
 PROMPTS = [[7, 8, 9], [7, 8, 9, *range(10, 50)], [11], [*range(20, 60)], [7, 8, 9, *range(10, 48), 3]]
 SAMPLINGS = {

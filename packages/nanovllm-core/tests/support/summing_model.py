@@ -15,10 +15,9 @@ VOCAB, LONGEST, MARGIN = 97, 256, 60.0
 
 
 def sum_entries(ids: Tensor, ctx: ForwardContext, cache_index: int, shift: int) -> tuple[Tensor, Tensor]:
-    """Write `ids` to the cache. Returns two values per token.
+    """Write `ids` to the cache. Returns (sum of the entries up to each token, first entry of each token's request).
 
-    The first value is the sum of the entries up to the token, where an entry at position p counts (p + 1 + shift)
-    times. The second value is the request's first entry.
+    The sum counts an entry at position p (p + 1 + shift) times.
     """
     cache = ctx.kv_caches[cache_index]
     entries = cache.view(cache.shape[0] * cache.shape[1], -1)[:, 0]

@@ -1,7 +1,4 @@
-"""A toy model of two layers, as another project would define it, and an oracle that shares no code with the engine.
-
-This is a separate module, because an engine process must be able to import it.
-"""
+"""A toy model of two layers, as another project would define it, and an oracle that shares no code with the engine."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -21,7 +18,7 @@ from nanovllm_core.layers.weights import load_weights
 
 VOCAB, HIDDEN, LONGEST, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 97, 64, 256, 4, 2, 16, 2
 EOS = 5
-# Words that grammars contain. Each word is one token. `toy_vocabulary` adds most printable characters as tokens.
+# Words that grammars contain, as tokens.
 WORDS = (b'{"', b'": ', b'", "', b"true", b"null", b"  ", b"ab", b"</t", b"hink>", b"\xc3", b"\xa9")
 
 
@@ -116,7 +113,7 @@ class ToyHead:
 
 
 class FailingLM(ToyLM):
-    """Fails in a step in which a prompt begins with a poisoned token. All other steps succeed."""
+    """Fails in a step in which a prompt begins with a poisoned token."""
 
     POISON = 96
 

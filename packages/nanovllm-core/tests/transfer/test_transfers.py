@@ -339,7 +339,7 @@ async def test_leases_end_without_their_client(secret, monkeypatch):
 
 
 async def test_no_entry_is_sent_whose_lease_ended_before_its_checksum_was_computed(secret, oracle, monkeypatch):
-    """After the lease, the slot may hold another block. Its checksum would fit, so the client would accept it."""
+    """After the lease, the slot may hold another block with a fitting checksum."""
     original = prefix_server._checksums_of
 
     def overwrite(slots):

@@ -20,8 +20,7 @@ MAX_E4M3_EXPONENT = 8
 CARRY_ABOVE_MAX_SIGNIFICAND = (1 << 23) - 1 - 0x600000
 # Biased exponent of the smallest scale. The smallest scale is 2^-40 instead of 0, because kernels divide by scales.
 MIN_SCALE_EXPONENT = EXPONENT_BIAS - 40
-# Block FP8 (`gemm.block_fp8`) computes a group's scale from the largest magnitude of its elements. This value is the
-# minimum for that magnitude, so that no scale is 0.
+# Minimum of a group's largest magnitude in block FP8 (`gemm.block_fp8`), so that no scale is 0.
 MIN_GROUP_MAGNITUDE = 1e-10
 
 

@@ -154,7 +154,7 @@ def _emit_openmp_call(args: Any, table_index: int) -> Any:
 
 
 def _load_openmp_function(builder: Any, args: Any, table_index: int, function_type: ir.FunctionType) -> Any:
-    """Emit code that loads an OpenMP function's address. args: the same address as for `run_region`."""
+    """Emit code that loads an OpenMP function's address."""
     int64 = ir.IntType(64)
     table = builder.load(builder.inttoptr(args, int64.as_pointer()))
     address = builder.load(builder.inttoptr(builder.add(table, int64(8 * table_index)), int64.as_pointer()))

@@ -17,7 +17,7 @@ import torch
 SAMPLE_INTERVAL_S = 0.2
 # Spins become short if other processes use more than this number of the cores that torch's threads need.
 MIN_MISSING_CORES_TO_SHORTEN = 0.4
-# Spins become long again if other processes use less than this number of the cores that torch's threads need.
+# Spins become long again if other processes use less than this number of these cores.
 MAX_MISSING_CORES_TO_LENGTHEN = 0.2
 # Environment variables by which a user chooses how threads wait.
 WAIT_POLICY_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")

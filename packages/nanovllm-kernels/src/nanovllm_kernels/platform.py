@@ -162,11 +162,7 @@ def has_numba() -> bool:
 
 
 def computes_rows_in_float32(num_rows: int) -> bool:
-    """Whether Numba kernels multiply `num_rows` rows by bf16 weights in float32, on a CPU.
-
-    False without Numba. With Numba, True for 1 to MAX_FLOAT32_ROWS rows. If `prefers_packed_bf16` is False, True for
-    more rows too.
-    """
+    """Whether Numba kernels multiply `num_rows` rows by bf16 weights in float32, on a CPU."""
     return has_numba() and num_rows > 0 and (num_rows <= MAX_FLOAT32_ROWS or not prefers_packed_bf16())
 
 

@@ -1,8 +1,7 @@
 """Runs the Triton kernels compiled on a GPU, or under Triton's interpreter if TRITON_INTERPRET=1 is set.
 
-Without this variable, all tests here are marked `gpu`. `tests/conftest.py` starts a run of these tests under the
-interpreter, and `tests/test_interpreter.py` checks its result. If a test's own file marks the test `gpu`, the test is
-too large for the interpreter.
+Without this variable, all tests here are marked `gpu`. `tests/conftest.py` runs the tests under the interpreter too.
+A test that its own file marks `gpu` is too large for the interpreter.
 """
 
 import os

@@ -272,7 +272,6 @@ def test_many_decodes_match_float64(device, paged_batch, naive_attention):
     check_attention(batch, naive_attention)
 
 
-# Mixed steps, prompts, decodes, and decodes with drafts.
 BACKEND_MIXES = [
     [(1, 1), (1, 1000), (130, 130), (64, 1000), (513, 600)],
     [(70, 70), (2, 300)],
@@ -349,7 +348,6 @@ def test_chunks_around_the_work_list_limits_match_float64(
     batch = paged_batch(
         requests, num_heads=32, num_kv_heads=8, head_dim=128, page_size=16, dtype=torch.bfloat16, device=device
     )
-    # FlashAttention multiplies values after a request's last token by 0, and NaN * 0 is NaN.
     batch.kv_cache.nan_to_num_()
     out = attend(batch, knows_decodes=knows_decodes, backend=backend)
     torch.testing.assert_close(out.double(), naive_attention(batch), atol=2e-2, rtol=0)

@@ -19,7 +19,7 @@ TOLERANCE = {torch.float32: 1e-5 if os.environ.get("TRITON_INTERPRET") == "1" el
 
 
 def make_weight(num_rows, width, device, block_rows=128):
-    """Return a random weight in the layout of `empty_weight`. Each block has a random scale. Counters are 0."""
+    """Return a random weight in the layout of `empty_weight`."""
     data, scales = quantize_blocks(torch.randn(num_rows, width, device=device) * 0.1)
     num_groups = scales.shape[1]
     padded_scales = torch.full((-(-num_rows // block_rows), -(-num_groups // 4) * 4), torch.nan, device=device)
@@ -60,10 +60,7 @@ def test_normed_groups_match_norm(device, num_rows, width):
 def check(
     num_rows, num_columns, width, dtype, device, *, norm, bias, residual, gated, block_rows=128, residual_dtype=None
 ):
-    """Compare with the reference.
-
-    num_columns: number of the result's columns. residual_dtype: dtype of `x` and the residual; None: `dtype`.
-    """
+    """Compare with the reference. residual_dtype: dtype of `x` and the residual. None: `dtype`."""
 
     def draw(*shape, dtype=dtype):
         return torch.randn(shape, device=device).to(dtype)

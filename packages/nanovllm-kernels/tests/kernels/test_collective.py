@@ -1,7 +1,4 @@
-"""Tests the kernels of the collectives on two GPUs, or in Triton's interpreter with a CPU process per rank.
-
-`tests/support` has the checks, which run in the ranks' processes. `tests/test_collective.py` tests ranks on a CPU.
-"""
+"""Tests the kernels of the collectives on two GPUs, or in Triton's interpreter with a CPU process per rank."""
 
 import os
 

@@ -13,10 +13,7 @@ def ints(device, *values):
 
 
 def make_tables(num_rows, max_len, alphabet, device):
-    """Return token ids below `alphabet`, and counts of computed tokens.
-
-    If there are more than 3 rows, row 0 is full and row 1 is almost full.
-    """
+    """Return token ids below `alphabet`, and counts of computed tokens. With more than 3 rows, row 0 is full."""
     tokens = torch.randint(0, alphabet, (num_rows, max_len), dtype=torch.int32)
     num_computed = torch.randint(0, max_len + 1, (num_rows,), dtype=torch.int32)
     if num_rows > 3:
@@ -25,10 +22,7 @@ def make_tables(num_rows, max_len, alphabet, device):
 
 
 def check_proposal(num_reqs, max_len, alphabet, sizes, device):
-    """Compare with the reference. Returns the number of drafts of the first request.
-
-    sizes: num_drafts, min_match, max_match.
-    """
+    """Compare with the reference. sizes: num_drafts, min_match, max_match. Returns the first request's draft count."""
     tokens, num_computed = make_tables(num_reqs + 1, max_len, alphabet, device)
     rows = torch.randperm(num_reqs + 1, device=device)[:num_reqs].to(torch.int32)
     is_sampled = (torch.rand(num_reqs, device=device) < 0.8).to(torch.int32)
@@ -89,7 +83,7 @@ def test_few_and_many_pieces_match_reference(device, monkeypatch):
     monkeypatch.setattr(triton_drafts, "SEARCH_BLOCK", 16)
     monkeypatch.setattr(triton_drafts, "MAX_SEARCH_PROGRAMS", 12)
     assert check_proposal(6, 150, 3, (4, 2, 5), device) == 4
-    # The kernel that copies drafts reads PIECE_BLOCK pieces at a time. Use more pieces than that.
+    # More pieces than the kernel that copies drafts reads at a time.
     monkeypatch.setattr(triton_drafts, "MAX_SEARCH_PROGRAMS", 600)
     monkeypatch.setattr(triton_drafts, "PIECE_BLOCK", 4)
     assert check_proposal(3, 300, 3, (4, 2, 5), device) == 4

@@ -1,6 +1,6 @@
 """Tests that all kernels round the same rows to the same FP8 bits as plain torch.
 
-The weights have a single 1 per row. Each result is therefore one rounded input of the kernel, and sums round nothing.
+The weights have a single 1 per row, so that each result is one rounded input of the kernel.
 """
 
 import pytest
@@ -58,7 +58,7 @@ def test_block_fp8_linear_rounds_like_torch(rows, num_rows, device):
 
 @pytest.mark.parametrize("num_tokens", [1, policy.MAX_UNSORTED_FP8_TOKENS, NUM_ROWS])
 def test_expert_kernels_round_like_torch(rows, num_tokens, device):
-    """The three numbers of tokens select different kernels. Each kernel quantises its inputs and its activations."""
+    """The three numbers of tokens select different kernels."""
     x = torch.cat((rows, torch.full_like(rows, GATE)), 1)[:num_tokens]
     gate = one_hot_weight(GROUP, 2 * GROUP, torch.full((GROUP,), GROUP), device)
     up = one_hot_weight(GROUP, 2 * GROUP, torch.arange(GROUP), device)

@@ -16,10 +16,7 @@ OPS = torch.ops.nanovllm
 def check(
     num_rows, num_columns, width, dtype, device, *, norm, bias, residual, gated, float32_out=False, residual_dtype=None
 ):
-    """Compare with the reference.
-
-    num_columns: number of the result's columns. residual_dtype: dtype of `x` and the residual; None: `dtype`.
-    """
+    """Compare with the reference. residual_dtype: dtype of `x` and the residual. None: `dtype`."""
 
     def draw(*shape, dtype=dtype):
         return torch.randn(shape, device=device).to(dtype)

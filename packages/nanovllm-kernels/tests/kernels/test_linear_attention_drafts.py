@@ -22,8 +22,7 @@ LARGE = replace(SMALL, num_steps=11, prompt_lens=(0, 63, 64, 130), shape=LayerSh
 def test_drafts_change_no_bit(has_blocks, max_drafts, seed, device, monkeypatch):
     """has_blocks: use the launch for many requests, which divides states into blocks of rows.
 
-    With these seeds, a request has `max_drafts` pending tokens and `max_drafts` drafts in one step. A ring with one row
-    less would fail.
+    With these seeds, a step fills a request's ring with `max_drafts` pending tokens and `max_drafts` drafts.
     """
     from nanovllm_kernels.linear_attention import triton_decode
 
@@ -56,7 +55,6 @@ def run_steps(cache: LayerCache) -> list[torch.Tensor]:
         has_tokens = lens > 0
         cache.reject(requests[has_tokens], lens[has_tokens], accepted[has_tokens])
     tokens, lens = make_tokens(SMALL.shape, (4,), generator), torch.ones(4, dtype=torch.long)
-    # Triton needs no `num_decodes`.
     num_decodes = 4 if cache.settings.backend == "torch" else None
     outs.append(cache.run(requests, tokens, lens, num_decodes=num_decodes))
     return outs

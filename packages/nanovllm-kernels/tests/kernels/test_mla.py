@@ -120,7 +120,6 @@ def test_whole_prompts_are_not_absorbed(device, latent_batch, naive_latent_atten
     requests = [(1, 1), (1, 37), (20, 70), (5, 5), (80, 80)]
     batch = latent_batch(requests, shape, page_size=16, dtype=torch.float32, device=device)
     check_attention(batch, naive_latent_attention)
-    # Append two unused entries, which begin and end after the last token.
     lengths, starts = (torch.nn.functional.pad(batch.seq_lens, (0, 2)), [*batch.query_start_loc, 107, 107])
     batch_plan = plan_latent_batch(
         torch.nn.functional.pad(batch.block_tables, (0, 0, 0, 2)),

@@ -84,7 +84,6 @@ def test_gathered_rows_follow_the_order_of_pairs(first_id, device):
     assert torch.equal(rows[:num_pairs].float(), x[tokens].float())
     assert torch.equal(row_scales[:, :num_pairs], x_scales[tokens].T)
     assert torch.equal(row_weights[:num_pairs], weights.flatten()[own_pairs])
-    # Other rows are not written.
     assert rows[num_pairs:].float().isnan().all()
     assert row_scales[:, num_pairs:].isnan().all()
     assert row_weights[num_pairs:].isnan().all()

@@ -303,7 +303,7 @@ def check_sums_on_gpus(device: torch.device) -> None:
         check_empty(communicator, device)
         check_compiled(communicator, device, "inductor")
         check_rejected_arguments(communicator, device)
-    # The group can have another communicator now, here one without peer memory.
+    # Repeat two checks without peer memory.
     communicator = Communicator(dist.group.WORLD, device, use_peer_memory=False)
     check_sums(communicator, (3, 33), torch.bfloat16, device)
     check_norm(communicator, 3, 4096, (torch.bfloat16, torch.float32, torch.bfloat16), device)

@@ -68,9 +68,8 @@ def make_tokens(shape: LayerShape, size: tuple[int, ...], generator: torch.Gener
 
 
 class LayerCache:
-    """Caches of one layer, filled with NaN. Request i has slot 1 + i.
+    """Caches of one layer, filled with NaN. Request i has slot 1 + i. max_drafts: 0 for caches without drafts.
 
-    max_drafts: 0 for caches without drafts.
     num_computed, num_pending: int32 [requests], numbers of computed and of pending tokens (see `gated_delta_net`).
     """
 
@@ -143,8 +142,8 @@ class LayerCache:
 class DraftTraces:
     """Runs random traces, and compares their results and states with those of the same tokens without drafts.
 
-    The slots of the traces come first, then the slots of the prompts. Each trace then has a slot for a checkpoint, used
-    after a prompt of 63 tokens. The last slots hold one checkpoint per prompt, at 64 tokens.
+    Slots in order: one per trace, one per prompt, one checkpoint per trace (used after a prompt of 63 tokens), and one
+    checkpoint per prompt (at 64 tokens).
     """
 
     def __init__(self, settings: TraceSettings, seed: int):
@@ -218,10 +217,7 @@ class DraftTraces:
         return num_drafts, num_accepted, num_restarts
 
     def step(self, *, has_drafts: bool) -> tuple[int, int]:
-        """Run a step of about 90 % of the traces, and check the results and states of correct tokens.
-
-        A step without drafts also has a chunk of a prompt. Returns: numbers of drafts and of accepted drafts.
-        """
+        """Run about 90 % of the traces and check the results. Returns: numbers of drafts and of accepted drafts."""
         traces = self.draw_traces(0.9)
         query_lens = torch.ones_like(traces)
         if has_drafts:

@@ -1,7 +1,6 @@
 """Runs the Gluon kernels of the collectives on a CPU, in Triton's interpreter, with one process per rank.
 
-The interpreter does not support Gluon. The kernels' source therefore calls Triton's functions, without the layouts that
-Gluon's functions take. `put` and `take` run in numpy instead of PTX.
+The interpreter does not support Gluon, so the kernels call Triton's functions here. `put` and `take` run in numpy.
 """
 
 import ctypes
@@ -71,7 +70,6 @@ def put(units: tl.tensor, region: tl.tensor, slots: tl.tensor) -> None:
     time.sleep(random.choice((0, 0, 0.003)))
     indices = slots.handle.data[:, 0]
     targets, sent_units = _map_slots(region, indices), np.flatnonzero(indices >= 0)
-    # The receiver must have emptied the slots.
     assert (targets[indices[sent_units]] == EMPTY_WORD).all(), "a slot is not empty"
     for part in np.array_split(np.random.permutation(sent_units), 4):
         # The upper half of a 64-bit word shows that the word is not empty, so the upper halves (1 and 3) come last.

@@ -17,10 +17,7 @@ def change_interpreter() -> None:
 
 
 def _fix_for_numpy_2_4() -> None:
-    """Replace a conversion to integers that numpy 2.4 rejects.
-
-    https://github.com/triton-lang/triton/issues/9171, fixed in later versions.
-    """
+    """Replace a conversion that numpy 2.4 rejects: https://github.com/triton-lang/triton/issues/9171 (fixed later)."""
     patch_tensor = interpreter._patch_lang_tensor
 
     def patch_tensor_and_index(tensor, scope) -> None:

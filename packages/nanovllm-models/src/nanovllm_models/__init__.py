@@ -27,8 +27,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    # The registry imports torch, which takes seconds and half a gigabyte of memory. Processes without a model do not
-    # import torch.
+    # The registry imports torch, which takes seconds and half a gigabyte of memory.
     if name != "load":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from nanovllm_models.registry import load

@@ -19,18 +19,13 @@ SINGLE_FILE_NAME = "model.safetensors"
 
 @dataclass(frozen=True, slots=True)
 class CheckpointWeights:
-    """Weights in safetensors files.
-
-    show_progress: whether to show a progress bar on stderr; None: show it if stderr is a terminal.
-    """
+    """Weights in safetensors files. show_progress: whether to show a progress bar; None: if stderr is a terminal."""
 
     files: tuple[Path, ...]
     show_progress: bool | None = None
 
     def load_into(self, module: nn.Module, can_skip: Callable[[str], bool]) -> None:
-        """Load every weight of `module`.
-
-        Raises WeightError if the tensors do not fit the model, ModelError if a file can't be read.
+        """Load every weight of `module`. Raises WeightError if tensors do not fit, ModelError if a file can't be read.
 
         can_skip: takes the name of a tensor that the module lacks; returns whether to ignore the tensor.
         """
@@ -90,10 +85,7 @@ WeightSource = CheckpointWeights | RandomWeights
 
 
 def find_checkpoint(path: Path, show_progress: bool | None = None) -> CheckpointWeights:
-    """Find the safetensors files of a model directory. Raises ModelError if there is no file, or if a shard is missing.
-
-    show_progress: whether to show a progress bar on stderr; None: show it if stderr is a terminal.
-    """
+    """Find the safetensors files of a model directory. Raises ModelError if there is no file or a shard is missing."""
     if (path / INDEX_NAME).exists():
         shard_names = sorted(set(read_fields(path / INDEX_NAME).string_mapping("weight_map").values()))
         missing = [shard for shard in shard_names if not (path / shard).is_file()]

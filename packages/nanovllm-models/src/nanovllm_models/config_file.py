@@ -27,10 +27,7 @@ def parse_dtype(config: JsonFields) -> torch.dtype:
 
 
 def parse_quantization(config: JsonFields) -> BlockFP8 | None:
-    """Return the quantisation of the linear weights; None if they are not quantised.
-
-    Raises ModelError for a quantisation other than e4m3 with one scale per 128 x 128 weights.
-    """
+    """Return the quantisation; None for unquantised weights. Raises ModelError for all but e4m3 in 128 x 128 blocks."""
     if not config.has("quantization_config"):
         return None
     fields = config.nested("quantization_config")
@@ -66,11 +63,10 @@ def parse_rotary(
     """Parse the rotary embeddings: `rope_parameters` of transformers 5, or the older `rope_theta` and `rope_scaling`.
 
     Raises ModelError for a kind of scaling that is not implemented.
-
     max_position: maximum length of a sequence, in tokens.
     default_theta: base of the frequencies if config.json has none.
     head_dim: size of a head if the family may rotate a part of each head; None for other families.
-    default_fraction: fraction of each head to rotate if config.json does not give the fraction.
+    default_fraction: fraction of each head to rotate if config.json has none.
     """
     rope = config.nested("rope_scaling" if config.has("rope_scaling") else "rope_parameters")
     theta = rope.positive_number("rope_theta", config.positive_number("rope_theta", default_theta))

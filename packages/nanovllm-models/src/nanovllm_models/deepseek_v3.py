@@ -152,11 +152,9 @@ def _parse_moe(config: JsonFields) -> DeepseekMoEConfig:
 
 
 class DeepseekV3MoE(nn.Module):
-    """Routed experts and shared experts.
+    """Routed experts and shared experts. name: name of this module in the checkpoint.
 
     `shared_experts` is one dense layer for all shared experts; None if `experts` also computes the shared experts.
-
-    name: name of this module in the checkpoint.
     """
 
     def __init__(self, config: DeepseekV3Config, name: str, build: BuildContext):
@@ -186,10 +184,7 @@ class DeepseekV3MoE(nn.Module):
 
 
 class DeepseekV3Layer(nn.Module):
-    """Attention and a feed-forward layer. Callers run `before_attention`, `self_attn`, then `after_attention`.
-
-    One compiled function runs a layer's `after_attention` and the next layer's `before_attention`.
-    """
+    """Attention and a feed-forward layer. Callers run `before_attention`, `self_attn`, then `after_attention`."""
 
     def __init__(self, config: DeepseekV3Config, index: int, build: BuildContext):
         super().__init__()
@@ -212,11 +207,7 @@ class DeepseekV3Layer(nn.Module):
         return x, *self.self_attn.project(layer_input, norm)
 
     def after_attention(self, attended: Tensor, x: Tensor) -> ResidualStream:
-        """Return the residual stream after the layer.
-
-        attended: result of `self_attn`.
-        x: residual stream before the layer; may be overwritten.
-        """
+        """Return the residual stream after the layer. x: residual stream before the layer; may be overwritten."""
         stream = self.self_attn.o_proj.forward(attended, ResidualStream(x))
         x, layer_input, norm = self.post_attention_layernorm.add_partials_and_gather_requests(stream)
         return self.mlp.forward(layer_input, ResidualStream(x), norm)
@@ -234,8 +225,7 @@ class MTPOutputHead(nn.Module):
 class MTPLayer(DeepseekV3Layer):
     """A layer for multi-token prediction, see `nanovllm_core.model.PredictionHead`.
 
-    `eh_proj` projects the concatenation of a token's embedding and the previous token's hidden state. `enorm` norms the
-    embedding, and `hnorm` norms the hidden state.
+    `eh_proj` projects the concatenation of a token's embedding and the previous token's hidden state.
     """
 
     def __init__(self, config: DeepseekV3Config, index: int, build: BuildContext, rotary: RotaryEmbedding):
@@ -246,7 +236,7 @@ class MTPLayer(DeepseekV3Layer):
         self.embed_tokens = VocabEmbedding(config.vocab_size, hidden_size, build)
         self.enorm = RMSNorm(hidden_size, config.rms_norm_eps, build)
         self.hnorm = RMSNorm(hidden_size, config.rms_norm_eps, build)
-        # Each rank has the whole matrix, so no exchange is needed. The matrix is small.
+        # Each rank has the whole matrix, which is small. No exchange is needed.
         unsplit_build = replace(build, parallel=ParallelContext())
         self.eh_proj = ColumnParallelLinear(2 * hidden_size, (LinearPart("eh_proj", hidden_size),), unsplit_build)
         self.shared_head = MTPOutputHead(config, build)

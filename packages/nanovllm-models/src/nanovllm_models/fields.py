@@ -1,7 +1,4 @@
-"""Reads typed fields of a JSON object in a checkpoint.
-
-This module does not import torch, so that processes that use only the tokenizer start fast.
-"""
+"""Reads typed fields of JSON objects. Does not import torch, so that processes without a model start fast."""
 
 import json
 import math
@@ -17,11 +14,9 @@ MAX_VALUE_CHARACTERS = 100
 
 
 class JsonFields:
-    """The fields of one JSON object. A field with the value null counts as absent.
+    """The fields of one JSON object. A null field counts as absent. source: name of the object in error messages.
 
     Methods that read a field raise ModelError for an invalid field, and for an absent field that has no default.
-
-    source: name of the JSON object in error messages.
     """
 
     def __init__(self, values: dict[str, object], source: str):

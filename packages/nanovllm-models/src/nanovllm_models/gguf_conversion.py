@@ -33,7 +33,7 @@ HEAD_COUNT_KEYS = {"attn_q": "llama.attention.head_count", "attn_k": "llama.atte
 
 # Metadata of a GGUF file, by key.
 Metadata = dict[str, Any]
-# Keys of the metadata that `convert` checks before it converts a model.
+# Keys of the metadata that `convert` checks.
 MODEL_KIND_KEYS = ("general.architecture", "tokenizer.ggml.model", "tokenizer.ggml.pre")
 
 
@@ -41,7 +41,6 @@ def convert(file: Path, directory: Path, *, show_progress: bool | None = None) -
     """Write config.json, model.safetensors and the tokenizer's files into `directory`, which must exist.
 
     Raises ModelError if the model is not a SmolLM model, OSError if the directory can't be written.
-
     show_progress: whether to show a progress bar on stderr; None: show it if stderr is a terminal.
     """
     reader = GGUFReader(file)

@@ -87,7 +87,7 @@ def _expand_home(model: str) -> str:
 
 
 def _download(name: str, revision: str | None, files: tuple[str, ...], *, log_start: bool) -> Path:
-    # Imported here, because the import takes 0.3 s. A model in a local directory does not need huggingface_hub.
+    # Imported here, because the import takes 0.3 s, and a model in a local directory does not need huggingface_hub.
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,

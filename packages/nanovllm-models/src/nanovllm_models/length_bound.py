@@ -40,7 +40,6 @@ def find_length_bound(backend: tokenizers.Tokenizer) -> TokenCountBound | None:
     # of these bytes has no token, the tokenizer may drop characters outside ASCII.
     if any(0x80 <= byte < 0xC0 for byte in dropped_bytes):
         return None
-    # The name of a byte-level token has one character per byte of text. So the length of the name is an upper bound for
-    # the number of characters of the text.
+    # A byte-level token's name has one character per byte, so the text has at most as many characters as the name.
     max_token_characters = max(map(len, vocabulary)) * (MAX_COMPOSED_CHARACTERS if normalizers else 1)
     return TokenCountBound(max_token_characters, tuple(chr(byte) for byte in dropped_bytes if byte < 0x80))

@@ -1,7 +1,6 @@
 """Llama (https://arxiv.org/abs/2407.21783) and models of the same architecture, such as SmolLM2.
 
-Other families use these modules too, for example with other biases and norms. In shapes, T is the number of tokens of a
-step.
+Other families use these modules too. In shapes, T is the number of tokens of a step.
 """
 
 from collections.abc import Callable
@@ -165,8 +164,6 @@ class LlamaAttention(nn.Module):
 class LlamaLayer(nn.Module):
     """Attention and a feed-forward layer. Callers run `before_attention`, `self_attn`, then `after_attention`.
 
-    One compiled function runs a layer's `after_attention` and the next layer's `before_attention`.
-
     mlp: the feed-forward layer; None for a GatedMLP.
     """
 
@@ -190,11 +187,7 @@ class LlamaLayer(nn.Module):
         return x, self.self_attn.qkv_proj.forward(layer_input, norm)
 
     def after_attention(self, attended: Tensor, x: Tensor) -> ResidualStream:
-        """Return the residual stream after the layer.
-
-        attended: result of `self_attn`.
-        x: residual stream before the layer; may be overwritten.
-        """
+        """Return the residual stream after the layer. x: residual stream before the layer; may be overwritten."""
         stream = self.self_attn.o_proj.forward(attended, ResidualStream(x))
         x, layer_input, norm = self.post_attention_layernorm.add_partials_and_gather_requests(stream)
         return self.mlp.forward(layer_input, ResidualStream(x), norm)

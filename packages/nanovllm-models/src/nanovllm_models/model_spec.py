@@ -64,9 +64,7 @@ def make_model_spec(
 ) -> ModelSpec:
     """Return the spec of the checkpoint in `path`. Raises ModelError.
 
-    fields: fields of config.json.
-    config: the family's config, parsed from `fields`.
-    name: name of the model.
+    fields: fields of config.json. config: the family's config, parsed from `fields`.
     build: builds the model; must be picklable.
     """
     eos_token_ids = parse_eos_token_ids(path, fields)

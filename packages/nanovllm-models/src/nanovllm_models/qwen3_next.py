@@ -74,10 +74,7 @@ class GatedAttention(nn.Module):
         self._cache_index = cache_index
 
     def project(self, x: Tensor, norm: RMSNorm | None) -> tuple[Tensor, Tensor]:
-        """Project norm(x) to the inputs `qkv` and `gate` of `forward`.
-
-        x: [T, hidden]. norm: None if x is already normed.
-        """
+        """Project norm(x), x [T, hidden], to the inputs `qkv` and `gate` of `forward`. norm: None if x is normed."""
         if norm is not None and not self._is_norm_fused:
             x, norm = norm.forward(x), None
         qkv, gate = self.qkv_proj.forward(x, norm).split(self._projected_widths, -1)
@@ -90,11 +87,9 @@ class GatedAttention(nn.Module):
 
 
 class Qwen3NextMoE(nn.Module):
-    """Routed experts and a gated shared expert.
+    """Routed experts and a gated shared expert. name: name of this module in the checkpoint.
 
     `shared_expert` is None if `experts` also computes the shared expert.
-
-    name: name of this module in the checkpoint.
     """
 
     def __init__(self, config: Qwen3NextConfig, build: BuildContext, name: str):
@@ -138,14 +133,10 @@ class Qwen3NextMoE(nn.Module):
 
 
 class Qwen3NextLayer(nn.Module):
-    """Gated attention or Gated DeltaNet, and a feed-forward layer.
-
-    Callers run `before_mix`, `mix` and `after_mix` in this order. One compiled function runs a layer's `after_mix` and
-    the next layer's `before_mix`.
+    """Gated attention or Gated DeltaNet, and a feed-forward layer. Callers run `before_mix`, `mix`, then `after_mix`.
 
     name: name of this module in the checkpoint.
     cache_index: index of the layer's cache in `ForwardContext.kv_caches` or `ForwardContext.state_caches`.
-    has_experts: whether the feed-forward layer has experts.
     """
 
     def __init__(
@@ -180,8 +171,7 @@ class Qwen3NextLayer(nn.Module):
             self.mlp = Qwen3NextMoE(config, build, f"{name}.mlp")
         else:
             self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, build, quantization=mlp_quantization)
-        # Whether `mlp` applies the norm: always with experts; otherwise only if the weights of `mlp` are not quantised,
-        # for the reason given in `GatedAttention`.
+        # Whether `mlp` applies the norm. Not if it has no experts and is quantised, as explained in `GatedAttention`.
         self._is_norm_fused = mlp_quantization is None
 
     def before_mix(self, stream: ResidualStream) -> tuple[Tensor, Tensor, Tensor]:
@@ -196,11 +186,7 @@ class Qwen3NextLayer(nn.Module):
         return self.linear_attn.forward(*projected, ctx)
 
     def after_mix(self, mixed: Tensor, x: Tensor) -> ResidualStream:
-        """Return the residual stream after the layer.
-
-        mixed: result of `mix`.
-        x: residual stream before the layer; may be overwritten.
-        """
+        """Return the residual stream after the layer. x: residual stream before the layer; may be overwritten."""
         out_proj = self.self_attn.o_proj if self.has_attention else self.linear_attn.out_proj
         stream = out_proj.forward(mixed, ResidualStream(x))
         x, layer_input, norm = self.post_attention_layernorm.add_partials_and_gather_requests(stream)
@@ -240,7 +226,7 @@ class Qwen3NextModel(nn.Module):
             )
             cache_indices[has_attention] += 1
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build, zero_centred=True)
-        # A compiled function runs parts of two consecutive layers. Each combination of layer kinds has a function.
+        # A compiled function runs parts of two consecutive layers, with one function per combination of their kinds.
         kinds = {_classify_pair(layer, next_layer) for layer, next_layer in pairwise([*self.layers])}
         self._run_between = {
             kind: compile_for_rows(run_between_mixes, MIN_COMPILED_ROWS) if build.compile else run_between_mixes
@@ -281,7 +267,7 @@ class MTPHead(nn.Module):
         self.pre_fc_norm_embedding, self.pre_fc_norm_hidden, self.norm = (
             RMSNorm(hidden_size, config.rms_norm_eps, build, zero_centred=True) for _ in range(3)
         )
-        # Each rank has the whole matrix, so no exchange is needed. The matrix is small.
+        # Each rank has the whole matrix, which is small. No exchange is needed.
         unsplit_build = replace(build, parallel=ParallelContext())
         self.fc = ColumnParallelLinear(2 * hidden_size, (LinearPart("fc", hidden_size),), unsplit_build)
         name, cache_index = f"{MTP_PREFIX}layers.0", len(config.attention_layers)
@@ -298,10 +284,7 @@ class MTPHead(nn.Module):
 
 
 class Qwen3NextForCausalLM(DecoderWithHead):
-    """The complete model.
-
-    make_mtp: makes the head for multi-token prediction; None for no head.
-    """
+    """The complete model. make_mtp: makes the head for multi-token prediction; None for no head."""
 
     def __init__(self, config: Qwen3NextConfig, build: BuildContext, make_mtp: Callable[[], MTPHead] | None = None):
         super().__init__(Qwen3NextModel(config, build), config, build)

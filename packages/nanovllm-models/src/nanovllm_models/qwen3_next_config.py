@@ -18,7 +18,6 @@ class Qwen3NextConfig:
     """The fields of config.json that define the model.
 
     attention_layers: indices of the layers with gated attention; the other layers have Gated DeltaNet.
-    delta: shape of Gated DeltaNet.
     shared_intermediate_size: width of the shared expert.
     num_mtp_heads: number of heads for multi-token prediction that config.json declares. Published checkpoints have one
         head, but their config.json declares no head.

@@ -52,11 +52,9 @@ def load(
 ) -> ModelSpec:
     """Return the spec of the model in a Hugging Face directory, without reading the weights.
 
-    Raises ModelError if the directory holds no model or an unsupported model, or if the draft model's
-    tokens differ from the model's tokens.
+    Raises ModelError if the directory holds no supported model, or if the draft model has other tokens.
 
     load_format: "dummy" makes random weights; the directory then needs only config.json.
-    seed: seed of random weights.
     served_name: name of the model; None for the directory's name.
     show_progress: whether to show a progress bar while weights are read; None: show it if stderr is a terminal.
     draft: the draft model for speculative decoding, loaded like the model; None for no draft model.
@@ -93,15 +91,12 @@ def load(
     return replace(spec, draft=draft_spec)
 
 
-# The fingerprint is computed from pieces of each weight file. These are the number and the size of the pieces.
+# Number and size of the pieces of each weight file from which the fingerprint is computed.
 _NUM_SAMPLES, _SAMPLE_BYTES = 64, 4096
 
 
 def _make_fingerprint(path: Path, load_format: LoadFormat, seed: int) -> str:
-    """Return text that identifies a directory's config and weights, by samples of the weights.
-
-    Equal copies of a model on several hosts have equal fingerprints.
-    """
+    """Return text that identifies a config and samples of the weights. Equal copies of a model give equal text."""
     config = hashlib.sha256((path / "config.json").read_bytes()).hexdigest()
     if load_format == "dummy":
         return f"{config} random {seed}"
@@ -113,7 +108,7 @@ def _make_fingerprint(path: Path, load_format: LoadFormat, seed: int) -> str:
 
 
 def _sample_file(path: Path, update: Callable[[bytes], None]) -> None:
-    """Pass evenly spaced pieces of a file to `update`. The first piece begins with the names and offsets of tensors."""
+    """Pass evenly spaced pieces of a file to `update`."""
     with path.open("rb") as file:
         num_bytes = file.seek(0, os.SEEK_END)
         for index in range(_NUM_SAMPLES):

@@ -1,7 +1,4 @@
-"""Encodes a text's segments separately and caches their token ids.
-
-A segment is the text between two added tokens, such as special tokens.
-"""
+"""Encodes a text's segments (the parts between added tokens, such as special tokens) and caches their token ids."""
 
 import logging
 import re
@@ -42,10 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 class SegmentCache:
-    """A thread-safe cache of segments' token ids. A full cache drops the least recently used segments.
-
-    Token ids are bytes of int32.
-    """
+    """A thread-safe cache of segments' token ids, as bytes of int32. Drops the least recently used segments if full."""
 
     def __init__(self, max_bytes: int):
         self._max_bytes = max_bytes
@@ -83,9 +77,9 @@ class SegmentCache:
 
 
 class EncodingExchange(Protocol):
-    """Exchanges encoded segments with processes that use the same tokenizer. Segments may get lost.
+    """Exchanges segments and their token ids (bytes of int32) with processes that use the same tokenizer.
 
-    Token ids are bytes of int32.
+    Segments may get lost.
     """
 
     def publish(self, encoded: Mapping[str, bytes]) -> None:
@@ -101,7 +95,6 @@ class SegmentEncoder:
     """Encodes texts like `backend.encode` with add_special_tokens=False, and caches the ids of each segment.
 
     splitting_ids: ids of the added tokens at which `backend` splits texts, by token.
-    max_bytes: maximum size of the cache.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, splitting_ids: Mapping[str, int], max_bytes: int):

@@ -13,7 +13,6 @@ class TokenBytes:
     """Translates tokens to bytes, for byte-level BPE (GPT-2) and SentencePiece with byte fallback (Llama 2).
 
     Raises VocabularyError for other tokenizers.
-
     strips_leading_space: whether the tokenizer's decoder removes a space at the beginning of a text.
     """
 

@@ -61,10 +61,7 @@ class Tokenizer:
         return "\n".join(template.values()) if isinstance(template, dict) else template
 
     def share_encodings(self, exchange: EncodingExchange) -> None:
-        """Share cached token ids of segments with other processes. A segment is the text between two added tokens.
-
-        Does nothing if the tokenizer caches no segments.
-        """
+        """Share cached token ids with other processes. Does nothing if the tokenizer caches no segments."""
         if self._segment_encoder is not None:
             self._segment_encoder.share(exchange)
 

@@ -5,9 +5,8 @@ from typing import Any
 
 
 def component_states(component: Any) -> list[dict[str, Any]]:
-    """Return a list with a component's state, in the form that tokenizer.json has.
+    """Return the states of a component in the form of tokenizer.json: one per member of a (nested) sequence.
 
-    For a (nested) sequence, the list has the state of each member. For None, the list is empty.
     Raises an exception of the tokenizers library for a component that is written in Python.
     """
     return [] if component is None else _flatten_sequences(json.loads(component.__getstate__()))

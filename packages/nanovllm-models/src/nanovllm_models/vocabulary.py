@@ -15,7 +15,6 @@ def read_vocabulary(path: Path, end_ids: tuple[int, ...]) -> Vocabulary:
 
     Special tokens have no text, except the tags of chat formats.
     Raises ModelError, and VocabularyError for a tokenizer that `TokenBytes` does not support.
-
     end_ids: ids of the tokens that end an answer.
     """
     backend = load_tokenizer(path).backend

@@ -81,9 +81,7 @@ class LoopbackHub(ThreadingHTTPServer):
     Requests for other repositories fail: `org/gated` needs a licence, `org/refused` gets a 451, and connections for
     `org/broken` are closed.
 
-    files: contents of the files by path.
     requested_files: names of the files that were sent, or that wait until `may_send` is set.
-    environment: environment variables for processes that use the hub.
     """
 
     daemon_threads = True

@@ -1,9 +1,5 @@
 """Writes models of transformers as checkpoints with the published layout of each family.
 
-    model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(hidden_size=32, ...))
-    write_checkpoint(path, model, fp8=True)     # the layout of Qwen/Qwen3-30B-A3B-FP8
-    write_twin(path, other)                     # the same weights in float32
-
 Published layouts, from config.json and index files (July 2025 to January 2026):
 
     family       FP8 checkpoint                  FP8 tensors; other tensors are bf16                   scales
@@ -60,8 +56,7 @@ LINEAR = r"(q|k|v|o|gate|up|down|q_a|q_b|kv_b)_proj|kv_a_proj_with_mqa|w[123]|in
 QUANTIZED = re.compile(rf".*\.layers\.\d+\..*\.({LINEAR})\.weight")
 FLOAT32 = re.compile(r".*(e_score_correction_bias|block_sparse_moe\.gate\.weight)")
 BF16_SCALES = ("qwen3", "qwen3_moe", "qwen3_next")
-# `modules_to_not_convert` by family; None: config.json has no such field. Other families list their unquantised
-# modules, see `_quantization_config`.
+# `modules_to_not_convert` by family. None: config.json has no such field. Other families: see `_quantization_config`.
 KEPT = {
     "minimax_m2": ["gate", "e_score_correction_bias", "lm_head"],
     "deepseek_v3": None,

@@ -1,6 +1,6 @@
-"""Models with two layers of published widths. In each layer, every part has a similar influence on the logits.
+"""Models with two layers of published widths, fewer experts than published models and a smaller vocabulary.
 
-The models have fewer layers and experts and a smaller vocabulary than published models. `REDUCED` has widths for a CPU.
+In each layer, every part has a similar influence on the logits. `REDUCED` has widths for a CPU.
 """
 
 import math
@@ -117,7 +117,7 @@ _REDUCED_COMMON = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 1024,
 }
-# Fields that replace those of PUBLISHED. A CPU computes these widths within milliseconds.
+# Fields that replace those of PUBLISHED, for a CPU.
 REDUCED: dict[str, dict[str, object]] = {
     "llama": _REDUCED_COMMON
     | {"intermediate_size": 192, "rope_parameters": LLAMA3_ROPE | {"original_max_position_embeddings": 128}},
@@ -145,23 +145,22 @@ REDUCED: dict[str, dict[str, object]] = {
         "rope_parameters": YARN_ROPE | {"factor": 4.0, "original_max_position_embeddings": 256},
     },
 }
-# Maps a suffix of weight names to the gain of these weights. Other weights have gain 1. A weight with n inputs has the
-# standard deviation gain / sqrt(n). A query then attends to about 1 token in 50. The output that a layer adds to the
-# residual stream has about half the norm of the embedding.
+# Gains of weights, by the end of their names (default: 1). A weight with n inputs has the standard deviation
+# gain / sqrt(n). With these gains, a query attends to about 1 token in 50, and a layer's output has about half the
+# norm of the embedding.
 GAINS: dict[str, dict[str, float]] = {
     "llama": {"q_proj.weight": 2.0, "o_proj.weight": 2.0},
     "qwen3_next": {"self_attn.o_proj.weight": 4.0},
     "minimax_m2": {"o_proj.weight": 2.0},
     "deepseek_v3": {"o_proj.weight": 2.0, "experts.down_proj": 0.5},
 }
-# Each weight of an expert is the sum of a common part and an own part. This is the own part's standard deviation,
-# relative to the weight's. Rounding may change the choice between experts with
-# almost equal scores. With independent experts, these changes would be the largest error by far.
+# An expert's weight is the sum of a common part and its own part. OWN_SHARE is the own part's share of the standard
+# deviation. With independent experts, a rounding that changes the chosen expert would be the largest error by far.
 OWN_SHARE = 0.4
 LOGIT_STD = 2.0
 NUM_SUCCESSORS = 2
-# `_draw_head` gives each token likely next tokens, its successors. If the final hidden state were the embedding of a
-# token, the logits of its successors would exceed other logits by this number of standard deviations.
+# Lead of a token's likely next tokens (successors), in standard deviations of the logits, if the final hidden state is
+# the token's embedding.
 SUCCESSOR_LEAD = 12.0
 
 
@@ -208,8 +207,7 @@ def _draw_weight(name: str, weight: Tensor, gains: dict[str, float]) -> None:
 def _draw_head(head: Tensor, embedding: Tensor) -> None:
     """Draw a head that gives each token two likely successors; the layers decide between the two.
 
-    Without successors, the two largest of 2,048 logits are so close that rounding to bfloat16 swaps them every few
-    dozen tokens. The logits of the two successors are several times further apart.
+    Without successors, the two largest logits are so close that rounding to bfloat16 swaps them every few dozen tokens.
     """
     vocab_size, hidden_size = head.shape
     head.normal_(0, LOGIT_STD / math.sqrt(hidden_size))

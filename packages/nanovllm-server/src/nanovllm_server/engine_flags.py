@@ -18,7 +18,6 @@ _NONE_VALUES = {"speculate": "none"}
 _BOUNDS = {"num_speculative_tokens": (1, MAX_DRAFTS)}
 # Fields whose default depends on other flags. Without the field's own flag, the parsed options lack the field.
 _WITHOUT_DEFAULT = frozenset({"kv_offload_gib"})
-# Additional names of flags.
 _SHORT_FLAGS = {"tensor_parallel_size": ("-tp",)}
 _DEFAULT_BY_FIELD = {field.name: field.default for field in fields(EngineConfig)}
 

@@ -34,8 +34,7 @@ class TransferSettings:
     role: the phase that this server computes for a router; None: requests may not have `kv_transfer_params`.
     advertised_host: the value of `remote_host` in the answers of a prefill server; None without the role "prefill".
     has_prefill_engine: this server starts a second engine, which computes long prompts.
-    prefill_gpus: CUDA_VISIBLE_DEVICES of the second engine; None: unchanged.
-    decode_gpus: CUDA_VISIBLE_DEVICES of the first engine; None: unchanged.
+    prefill_gpus, decode_gpus: CUDA_VISIBLE_DEVICES of the second and the first engine; None: unchanged.
     """
 
     role: Role | None = None
@@ -96,10 +95,7 @@ class Settings:
 
 
 def read_template(template_or_path: str) -> str:
-    """Returns `template_or_path` if it has a brace or a line break. If not, returns the text of the file at this path.
-
-    Raises: SettingsError.
-    """
+    """Returns `template_or_path` if it has a brace or line break, else the text of that file. Raises SettingsError."""
     if any(character in template_or_path for character in "{}\n"):
         return template_or_path
     return _read_text(Path(template_or_path), "the chat template")

@@ -11,8 +11,7 @@ import pytest
 
 from nanovllm_server.bench import bench_cli
 
-# A stand-in for the part of vLLM that `peer_vllm.py` uses. The stand-in logs to stdout, as vLLM does, and records all
-# arguments in a file.
+# A stand-in for vLLM. It logs to stdout, as vLLM does, and records all arguments in a file.
 FAKE_VLLM = """
 import json, os, sys, time
 from types import SimpleNamespace
@@ -128,8 +127,7 @@ def test_trace_flag_writes_every_step(run_bench, tmp_path, capsys):
     assert bench_cli.main(["trace", str(trace_file), "--json", str(figures_file)]) == 0
     figures = json.loads(figures_file.read_bytes())
     steps = {track["track"]: track["steps"] for track in figures["tracks"]}
-    # The warm-up launches 4 steps, the run for the first token 1, and the measured run 6. The engine may plan further
-    # steps beyond the end of a request, but does not launch them.
+    # The warm-up launches 4 steps, the run for the first token 1, and the measured run 6.
     assert set(steps) == {"host", "plan", "launch", "output"}
     assert steps["launch"] == steps["output"] == steps["host"] == 11
     # On a CPU, the engine records no device times.
@@ -145,8 +143,7 @@ def test_unwritable_trace_file_is_refused(run_bench, tmp_path, capsys):
 
 
 def test_latency_has_one_case_per_batch(run_bench):
-    # `first` comes from a separate run of one token. Answers are long, so that the measured run takes longer than
-    # `first` even on a busy machine.
+    # Answers are long: the measured run must take longer than the separate run for `first`, even on a busy machine.
     status, result = run_bench(
         "latency", "--batch", "1", "3", "--input-len", "5", "--output-len", "60", "--repeat", "1"
     )
@@ -232,7 +229,6 @@ def test_vllm_gets_the_given_limits(run_bench, fake_vllm):
     assert (engine["max_model_len"], engine["max_num_seqs"], engine["max_num_batched_tokens"]) == (200, 5, 64)
     assert engine["enable_prefix_caching"] is True
     assert engine["mamba_ssm_cache_dtype"] == "bfloat16"
-    # All prompts of a run share one salt. Each run has its own salt.
     assert all(len({prompt["cache_salt"] for prompt in run["prompts"]}) == 1 for run in runs)
     assert len({run["prompts"][0]["cache_salt"] for run in runs}) == 3
 
@@ -300,8 +296,7 @@ def test_peer_that_ends_early_is_a_failure(run_bench, fake_vllm, tmp_path, capsy
 
 
 def test_child_processes_of_a_failed_peer_are_killed(run_bench, fake_vllm, tmp_path, capsys):
-    # The forked process keeps the pipe of the peer's output open. The benchmark's read of this pipe ends only if the
-    # forked process is killed.
+    # The forked process keeps the peer's output open: the benchmark's read ends only if this process is killed.
     fork_and_fail = (
         "import time\npid = os.fork()\nif not pid: time.sleep(600)\nrecord(pid=pid)\nraise RuntimeError('no GPU')\n"
     )

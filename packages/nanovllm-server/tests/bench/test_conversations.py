@@ -33,7 +33,7 @@ SIZE_FLAGS = [
     "--cold-prompts=2",
     "--burst=5",
 ]
-# Numbers of requests of `returns` and `burst`. Each is the sum of the warm-up, the conversations and the cold prompts.
+# Numbers of requests of `returns` and `burst`: warm-up, conversations and cold prompts.
 NUM_REQUESTS = [2 + 4 * 3 + 2 * 2, 2 + 5 * 2 + 5]
 
 

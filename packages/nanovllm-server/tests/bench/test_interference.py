@@ -96,8 +96,7 @@ async def test_short_requests_arrive_while_the_long_prompt_is_computed(options, 
     engine.delay = 0.1
     await measure(replace(options, cases=("short-beside-long",), settings=replace(options.settings, repeat=1)))
     is_long = [request.num_prompt_tokens > 180 for request in engine.requests]
-    # Three requests measure token costs. Seven requests follow: long warm-up, long alone, short warm-up, the long
-    # request, three short requests.
+    # Three requests measure token costs. Then: long warm-up, long alone, short warm-up, long request, 3 short requests.
     assert is_long[3:] == [True, True, False, True, False, False, False]
 
 

@@ -148,7 +148,7 @@ def test_llama_cpp_ends_each_request_at_its_length(run_bench):
     workload = ("--num-requests", "5", "--input-len", "3..9", "--output-len", "2..9", "--max-num-seqs", "2")
     status, result, records = run_bench("throughput", *workload, "--temperature", "0.5")
     assert status == 0
-    # Each token has a row of logits. The warm-up adds up to 4 tokens for each of the 5 requests.
+    # Each token has a row of logits. The warm-up adds up to 4 tokens per request.
     num_logit_rows = sum(len(record["logit_rows"]) for record in records if "tokens" in record)
     (case,) = result["cases"]
     assert case["output_tokens"] < num_logit_rows <= case["output_tokens"] + 5 * 4

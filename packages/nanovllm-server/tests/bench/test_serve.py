@@ -82,7 +82,6 @@ async def test_requests_have_exact_lengths_and_new_prompts(options, engine):
     assert {(sampling.max_tokens, sampling.ignore_eos, sampling.temperature) for sampling in requests} == {
         (8, True, 0.25)
     }
-    # A repetition has prompts that the server hasn't seen.
     assert len({tuple(request.prompt_ids) for request in engine.requests[1:]}) == 12
 
 

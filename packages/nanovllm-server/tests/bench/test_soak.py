@@ -79,7 +79,7 @@ async def test_answers_that_are_not_allowed_are_failures(source, exchange, failu
 
 
 async def test_traffic_is_counted_and_memory_is_sampled(options):
-    # On a busy machine, the warm-up sends its requests late.
+    # A busy machine needs more time for the warm-up.
     options = replace(options, duration_s=6, max_warm_up_s=4)
     result = await soak_command.soak(options)
     assert result.counts.exchanges_by_kind["large schema"] >= options.num_clients

@@ -202,7 +202,6 @@ async def test_logprobs_are_returned_per_token(post, engine):
     assert he["token"] == "he"
     assert he["logprob"] == -0.5
     assert [top["logprob"] for top in he["top_logprobs"]] == [-0.5, -1.5]
-    # The end-of-sequence token has no text.
     assert (end["token"], end["bytes"]) == ("<|end|>", None)
 
 

@@ -49,7 +49,6 @@ async def test_include_stop_keeps_the_stop_in_the_text(post, engine, fields, tex
     for choice in whole["choices"]:
         assert (choice["message"]["content"], choice["finish_reason"]) == (text, "stop")
         assert choice["stop_reason"] == stop_reason
-    # Without the field, the text ends before the stop.
     plain_answer, _ = await post_complete_and_streamed(post, **fields)
     assert len(plain_answer["choices"][0]["message"]["content"]) < len(text) or stop_reason is None
 
@@ -186,7 +185,6 @@ async def test_every_chunk_has_the_usage_so_far_on_request(post, engine, burst, 
         assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
         assert usage["prompt_tokens_details"] == {"cached_tokens": 8}
     assert chunks[0]["usage"]["completion_tokens"] < previous_count == 6 * fields.get("n", 1)
-    # The last chunk, and no other, has no choices.
     assert [len(chunk["choices"]) for chunk in chunks] == [1] * (len(chunks) - 1) + [0]
 
 

@@ -22,7 +22,7 @@ async def test_each_prompt_token_but_the_first_has_its_likeliest_tokens(post, en
         own_id = str(ord(character))
         assert next(iter(entry)) == own_id
         assert entry[own_id] == {"logprob": -1.5, "rank": 2, "decoded_token": character}
-        # The token has rank 2. If `top` is at least 2, the token is one of the likeliest tokens.
+        # The token has rank 2, and is one of the likeliest tokens if `top` is at least 2.
         assert len(entry) == max(top, 2 if top else 1)
         if top:
             likeliest_id = str(ord(character) + 1)

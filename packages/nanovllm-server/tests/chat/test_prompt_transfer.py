@@ -10,7 +10,7 @@ from nanovllm_server.settings import TransferSettings
 
 FIELD = "kv_transfer_params"
 PEERS = ("10.0.0.1:5600", "node-1:5601", "[::1]:5602")
-# The object that vllm-router sends to a prefill server.
+# vllm-router sends this object to a prefill server.
 ASK_PREFILL = {
     "do_remote_decode": True,
     "do_remote_prefill": False,

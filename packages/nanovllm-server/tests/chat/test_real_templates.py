@@ -17,8 +17,7 @@ from nanovllm_server.protocol.messages import Message, PastToolCall
 
 pytestmark = pytest.mark.slow
 
-# This package has the templates of hundreds of models. Each template has its own licence, so this repository has no
-# copies of the templates, and the tests download the package.
+# Each template has its own licence: the tests download this package instead of copying the templates.
 PACKAGE = "xinference==4.1.0"
 
 # Prompts of these models lack earlier calls: the first template of DeepSeek-R1 writes calls only if content is null,
@@ -60,7 +59,7 @@ def templates(tmp_path_factory) -> dict[str, str]:
     target = tmp_path_factory.mktemp("templates")
     subprocess.run(["uv", "pip", "install", "--quiet", "--no-deps", f"--target={target}", PACKAGE], check=True)
     files = [target / f"xinference/model/llm/models/{name}.json" for name in MODELS]
-    # Each file lists the releases of one model, which share one template.
+    # The releases of a model share one template.
     return {file.stem: json.loads(file.read_bytes())[0]["chat_template"] for file in files}
 
 
@@ -93,7 +92,7 @@ async def test_rendered_earlier_call_is_readable_by_the_parser(model, backend):
     num_shared_characters = sum(
         1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first_prompt, later_prompt, strict=False))
     )
-    # The shared text may end in the bracket with which two different tags begin. The parser needs the whole tag.
+    # If the shared text ends in the bracket of a tag, give this bracket to the parser.
     num_shared_characters -= first_prompt[:num_shared_characters].endswith("<")
     parser = model_format.make_parser(first_prompt[:num_shared_characters], {"get_weather": SCHEMA})
     events = parser.push(later_prompt[num_shared_characters:]) + parser.finish()

@@ -171,7 +171,7 @@ async def test_official_client_joins_a_stream_to_the_complete_answer(sdk, set_re
         calls = [
             (call["function"]["name"], call["function"]["arguments"]) for call in message.pop("tool_calls", None) or []
         ]
-        # The SDK's stream helper adds fields that the server did not send: compare only fields that the server sends.
+        # Compare only fields that the server sends: the SDK's stream helper adds others.
         sent = ("role", "content", "refusal", "reasoning", "reasoning_content")
         return {name: message[name] for name in sent if name in message}, calls
 
@@ -244,7 +244,7 @@ async def test_call_that_is_cut_off_has_finish_reason_length(post_chat, set_repl
     whole, _ = await post_chat(max_tokens=CALL.index("Pa"))
     assert whole["message"]["tool_calls"] == [make_call(arguments='{"city": "')]
     assert whole["finish_reason"] == "length"
-    # If the model ends a call early, its arguments are as incomplete as with max_tokens: the answer is the same.
+    # A model that ends a call early gives the same answer as max_tokens.
     set_reply(QWEN, CALL[: CALL.index("Pa")])
     ended, _ = await post_chat()
     assert ended == whole
@@ -285,7 +285,6 @@ async def test_without_tools_a_call_is_text(post_chat, set_reply, tokenizer, fie
     choice, _ = await post_chat(**fields)
     assert choice["message"]["content"] == CALL
     assert "tool_calls" not in choice["message"]
-    # The template gets no tools if the model may not call any.
     assert tokenizer.given[-1][0] is None
 
 

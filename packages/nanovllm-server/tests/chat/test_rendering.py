@@ -169,7 +169,6 @@ async def test_tools_become_text_if_the_template_shows_none(name, system):
     assert text.endswith("<user>hi")
     assert text.count("<system>") == 1
     assert '{"name":"look","parameters":{"type":"object"}}' in text
-    # The example is a call that the parser reads.
     parser = Parser(ChatFormat(None, form), tools={"NAME": None})
     example = text.partition("parameters:\n")[2].removesuffix("<user>hi")
     assert CallBegun(0, "NAME") in [*parser.push(example), *parser.finish()]

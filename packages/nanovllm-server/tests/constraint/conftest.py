@@ -40,7 +40,7 @@ class DrawnAnswer:
 
 
 class Walker:
-    """Draws random answers that a grammar allows, in the default model's tokens."""
+    """Draws random answers that a grammar allows."""
 
     def __init__(self, path):
         self.tokenizer = load_tokenizer(path)
@@ -58,7 +58,7 @@ class Walker:
     def draw(self, grammar: Grammar, random: Random, goals: tuple[str, ...] = ()) -> tuple[list[int], bool]:
         """Returns (random tokens that the grammar allows, whether the answer ended).
 
-        goals: texts. At random steps, the answer begins to spell one of them, until the grammar forbids the next token.
+        goals: texts that the answer begins to spell at random steps, until the grammar forbids the next token.
         """
         matcher = grammar.start()
         masks = np.zeros((1, -(-self.vocab_size // 32)), np.int32)

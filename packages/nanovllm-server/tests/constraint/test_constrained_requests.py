@@ -254,7 +254,7 @@ def json_schema(schema):
             "tools[1].function.parameters/properties/a/uniqueItems",
             "unsupported",
         ),
-        # The schemas in these requests have no effect on the answer, but the server checks these schemas too.
+        # The server also checks schemas that have no effect on the answer.
         (
             {"response_format": json_schema(UNIQUE), "tools": TOOLS, "tool_choice": "required"},
             "response_format.json_schema.schema/uniqueItems",

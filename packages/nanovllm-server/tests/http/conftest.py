@@ -11,6 +11,6 @@ async def tab(url):
         await tab.set_screen(1300, 850)
         await tab.open(url)
         yield tab
-        # `problems` has errors of scripts and violations of the page's policy. All requests go to the server.
+        # `problems` has errors of scripts and violations of the page's policy.
         assert tab.problems == []
         assert {address for address in tab.requested_urls if not address.startswith((f"{url}/", "data:"))} == set()

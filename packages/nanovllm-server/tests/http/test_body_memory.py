@@ -160,7 +160,6 @@ async def test_body_is_not_received_while_it_waits_for_memory(service):
     await asyncio.sleep(0.05)
     second = asyncio.create_task(app({**scope, "headers": [*headers]}, make_receive(second_arrives), send))
     await asyncio.sleep(0.05)
-    # Only the first body has a share of the memory.
     assert (num_received, statuses) == (1, [])
     first_arrives.set()
     await until(lambda: statuses == [404, 404])

@@ -83,7 +83,6 @@ async def test_edit_sends_the_changed_message_and_drops_later_turns(tab, tokeniz
     assert await read_focus(tab) == "Edited message"
     assert await tab.evaluate("document.activeElement.value") == "two"
     await tab.type(" lines")
-    # Escape discards the change.
     await tab.press("Escape")
     assert await read_texts(tab, ".edit-form") == []
     assert await tab.evaluate(IS_INPUT_FOCUSED)

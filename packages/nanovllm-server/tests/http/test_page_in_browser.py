@@ -104,7 +104,7 @@ async def test_reasoning_is_folded(tab, engine, service, vocabulary, tokenizer):
 
 
 async def test_tool_calls_are_shown_and_answered(tab, engine, service, vocabulary, tokenizer, monkeypatch):
-    # The scripted template refuses tool messages. This function replaces the template, and only records the messages.
+    # Replace the scripted template, which refuses tool messages.
     monkeypatch.setattr(tokenizer, "render_chat", lambda messages, **_: tokenizer.rendered.append([*messages]) or "x")
     service.model_format = ModelFormat(ChatFormat(None, TOOL_CALL_FORMATS["hermes"]), vocabulary)
     calls = [{"name": "weather", "arguments": {"city": city}} for city in ("Paris", "Oslo")]
@@ -164,7 +164,7 @@ async def test_an_error_is_shown_as_the_api_gives_it(tab, engine):
     await tab.press("Enter")
     await wait_for_answers(tab)
     assert len(engine.requests) == 1
-    # The browser's console has the error too.
+    # The browser's console also shows the error.
     assert tab.problems == ["Failed to load resource: the server responded with a status of 400 ()"]
     tab.problems.clear()
 
@@ -195,7 +195,6 @@ async def test_wrong_key_is_reported_and_right_key_is_used(url, service):
         await send_message(tab, "hi")
         await wait_for_answers(tab)
         assert await read_texts(tab, ".assistant .text") == ["Hello"]
-        # The key is only in the storage of this tab.
         assert await tab.evaluate("JSON.stringify({...sessionStorage})") == '{"nanovllm-key":"secret"}'
         assert await tab.evaluate("localStorage.length + document.cookie.length") == 0
         await tab.open(url)

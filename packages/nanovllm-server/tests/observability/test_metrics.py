@@ -16,7 +16,7 @@ from nanovllm_server.observability.process_metrics import ProcessMetrics
 from nanovllm_server.observability.shared_counters import SharedCounters, allocate_counters
 
 ENGINE_LABELS = {"model_name", "engine"}
-# Names, types and labels of vLLM's metrics for a model without adapters and images, with speculative decoding.
+# Names, types and labels of vLLM's metrics for a text model with speculative decoding and without adapters.
 VLLM_METRICS = {
     "num_requests_running": ("gauge", ENGINE_LABELS),
     "num_requests_waiting": ("gauge", ENGINE_LABELS),

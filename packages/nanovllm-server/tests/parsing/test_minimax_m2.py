@@ -1,4 +1,4 @@
-"""MiniMax-M2: the prompt begins the reasoning; calls are elements in one block."""
+"""Answers in the format of MiniMax-M2."""
 
 import pytest
 
@@ -33,7 +33,7 @@ BEGUN = {
     "cut off in the call": (f"Hm.</think>{block(TWO)[:70]}", "Hm.", "", [("get_weather", "", "cut")]),
 }
 
-# More cases in the same form. Here the prompt does not begin the reasoning.
+# Cases whose prompt does not begin the reasoning.
 CASES = {
     "plain text": (" <b>a</b> ", "", " <b>a</b> ", []),
     "reasoning all the same": (f"<think>Hm.</think>\n{block(PING)}", "Hm.", "", [PINGED]),

@@ -1,4 +1,4 @@
-"""Parameter values written as text are converted to JSON by the schema."""
+"""A parameter's text is converted to JSON according to the parameter's schema."""
 
 import pytest
 

@@ -1,7 +1,4 @@
-"""Qwen3-Coder writes calls as XML-like elements. The function's schema decides the types of values.
-
-Some models with this format also write reasoning.
-"""
+"""Qwen3-Coder writes calls as XML-like elements. The function's schema decides the types of values."""
 
 import pytest
 

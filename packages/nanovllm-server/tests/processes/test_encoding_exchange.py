@@ -28,8 +28,6 @@ def make_two_exchanges(ring_bytes=RING_BYTES):
 
 
 class CountingExchange(RingEncodingExchange):
-    """Counts the segments that its worker had to encode itself."""
-
     num_encoded = 0
 
     def publish(self, encoded):

@@ -1,4 +1,4 @@
-"""The prefill engine beside the server's main engine: its settings, and its restarts."""
+"""Settings and restarts of the server's prefill engine."""
 
 import asyncio
 import stat
@@ -26,7 +26,7 @@ RECIPE = EngineRecipe(ModelDirectory(Path("model"), "model"), None, "auto", "tex
 
 
 class FakeClient:
-    """Replaces a client of an engine. The engine serves until a test sets `death_reason`."""
+    """A client of an engine that serves until a test sets `death_reason`."""
 
     def __init__(self) -> None:
         self.death_reason: str | None = None
@@ -37,7 +37,7 @@ class FakeClient:
 
 
 class FakeEngines:
-    """Replaces `EngineProcess` and `EngineClient`. failures: errors that the next starts raise, in this order."""
+    """Replaces `EngineProcess` and `EngineClient`. failures: errors that the next starts raise."""
 
     def __init__(self) -> None:
         self.recipes: list[EngineRecipe] = []

@@ -54,14 +54,13 @@ def test_a_message_may_fill_the_ring_but_not_exceed_it():
 
 @pytest.mark.parametrize("place", range(20))
 def test_a_damaged_message_is_ignored(place):
-    """Damages eight bytes from `place` on: bytes of a length, a checksum or a text."""
     ring, reader = make_ring_and_reader()
     ring.write(b"first" * 4)
     ring.write(b"second" * 4)
     ring._data[place : place + 8] = b"\xfe" * 8
     ring.write(b"third" * 4)
     read = reader.read()
-    # The first eight bytes are the length. If it is wrong, the reader can't find the next message.
+    # Without the length (the first eight bytes), the reader can't find the next message.
     assert read == ([] if place < 8 else [b"second" * 4, b"third" * 4])
     ring.write(b"fourth")
     assert reader.read() == [b"fourth"]

@@ -1,4 +1,4 @@
-"""Every invalid or unsupported field is a 400 that names the field, and the server continues to serve."""
+"""Every invalid or unsupported field is a 400 that names the field."""
 
 import json
 

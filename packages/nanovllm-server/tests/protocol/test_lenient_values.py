@@ -11,7 +11,7 @@ TOOL = {"type": "function", "function": {"name": "f"}}
 
 @pytest.fixture
 def render_history(post, tokenizer):
-    """Posts a conversation with `message` between two user messages. Returns `message` as the template gets it."""
+    """Posts `message` between two user messages; returns it as the template gets it."""
 
     async def render_history(**message):
         assert (await post(messages=[USER, message, USER])).status_code == 200
@@ -53,8 +53,7 @@ async def test_refusal_part_without_text_is_a_400(post):
 
 
 async def test_role_function_is_read_as_tool(post, tokenizer):
-    # The template gets the message with the role "tool". The template of these tests refuses that role, so the answer
-    # is a 400.
+    # The template of these tests refuses the role "tool".
     await check_refusal(await post(messages=[USER, {"role": "function", "name": "f", "content": "4"}]), 400, "messages")
     assert tokenizer.rendered[-1][1] == {"role": "tool", "name": "f", "content": "4"}
 

@@ -120,7 +120,7 @@ def test_required_fields_are_documented(openapi_document):
 
 
 def find_leaf_paths(value, steps=()):
-    """Yields a tuple per scalar in an example: the keys and indices that lead to the scalar."""
+    """Yields the keys and indices that lead to each scalar in an example."""
     match value:
         case dict():
             for key, inner in value.items():

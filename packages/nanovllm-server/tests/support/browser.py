@@ -1,7 +1,7 @@
 """Controls a headless Chromium over its DevTools protocol.
 
-The browser comes from an npm package (lock file in `chromium/`) with its libraries and fonts, so that pages look the
-same everywhere. The package is for Linux on x86-64; other machines use an installed Chrome or Chromium.
+On Linux x86-64, an npm package (lock file in `chromium/`) provides the browser, its libraries and its fonts. Other
+machines use an installed Chrome or Chromium.
 """
 
 import asyncio
@@ -66,7 +66,7 @@ def install_browser(profile: Path) -> tuple[str, dict[str, str]]:
         for name in ("al2023.tar", "fonts.tar"):
             with tarfile.open(folder / name) as archive:
                 archive.extractall(folder, filter="data")
-        # The stamp is written last, so that an interrupted installation has none.
+        # Written last: an interrupted installation has no stamp.
         stamp.write_text(lock)
     fonts = profile / "fonts.conf"
     fonts.write_text(FONTS_CONFIG.format(fonts=folder / "fonts", cache=profile / "fonts-cache"))
@@ -76,7 +76,7 @@ def install_browser(profile: Path) -> tuple[str, dict[str, str]]:
 
 @dataclass
 class BrowserTab:
-    """A tab of the browser. problems: errors of the console and the network. requested_urls: URLs of all requests."""
+    """A tab. problems: errors and warnings of the page, the console and the network."""
 
     connection: websockets.ClientConnection
     session: str = ""
@@ -86,7 +86,6 @@ class BrowserTab:
     _pending_commands: dict[int, asyncio.Future] = field(default_factory=dict)
 
     async def read_messages(self) -> None:
-        """Reads the browser's messages until the browser ends."""
         async for data in self.connection:
             message = json.loads(data)
             if "id" in message:
@@ -105,7 +104,6 @@ class BrowserTab:
                     self.requested_urls.append(url)
 
     async def send_command(self, method: str, **params: Any) -> dict[str, Any]:
-        """Sends a command of the protocol; returns the result."""
         message_id = next(self._message_ids)
         future = self._pending_commands[message_id] = asyncio.get_running_loop().create_future()
         message = {"id": message_id, "method": method, "params": params}
@@ -115,7 +113,6 @@ class BrowserTab:
         return answer["result"]
 
     async def create(self) -> None:
-        """Creates the tab, and subscribes to its events."""
         target = await self.send_command("Target.createTarget", url="about:blank")
         attached = await self.send_command("Target.attachToTarget", targetId=target["targetId"], flatten=True)
         self.session = attached["sessionId"]
@@ -123,18 +120,16 @@ class BrowserTab:
             await self.send_command(f"{domain}.enable")
 
     async def allow_clipboard(self) -> None:
-        """Lets the page read and write the clipboard."""
         await self.send_command(
             "Browser.grantPermissions", permissions=["clipboardReadWrite", "clipboardSanitizedWrite"]
         )
 
     async def open(self, url: str) -> None:
-        """Opens a page, and waits until it is loaded."""
+        """Opens a page and waits until it is loaded."""
         await self.send_command("Page.navigate", url=url)
         await self.wait_until("document.readyState === 'complete' && location.href !== 'about:blank'")
 
     async def evaluate(self, expression: str) -> Any:
-        """Returns the value of a JavaScript expression."""
         result = await self.send_command(
             "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
         )
@@ -142,7 +137,6 @@ class BrowserTab:
         return result["result"].get("value")
 
     async def wait_until(self, expression: str, timeout_s: float = 20) -> None:
-        """Waits until a JavaScript expression is true."""
         try:
             async with asyncio.timeout(timeout_s):
                 while not await self.evaluate(f"Boolean({expression})"):
@@ -156,7 +150,7 @@ class BrowserTab:
         await self.send_command("Input.insertText", text=text)
 
     async def press(self, key: str, *, shift: bool = False) -> None:
-        """Presses a key of KEYS. shift: with the shift key."""
+        """Presses a key of KEYS."""
         code, text = KEYS[key]
         common = {"key": key, "code": key, "windowsVirtualKeyCode": code, "modifiers": SHIFT_MODIFIER if shift else 0}
         await self.send_command("Input.dispatchKeyEvent", type="keyDown", text=text, **common)
@@ -183,7 +177,7 @@ class BrowserTab:
         await self.send_command("Emulation.setEmulatedMedia", features=[scheme])
 
     async def screenshot(self) -> bytes:
-        """A screenshot as a PNG."""
+        """Returns a PNG."""
         return base64.b64decode((await self.send_command("Page.captureScreenshot", format="png"))["data"])
 
 
@@ -192,7 +186,7 @@ async def open_tab() -> AsyncIterator[BrowserTab]:
     """Opens a tab in a new browser."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         executable, environment = await asyncio.to_thread(install_browser, Path(profile))
-        # --no-sandbox: in containers, the sandbox can't be set up. The browser opens only pages of tests.
+        # --no-sandbox: in containers, the sandbox can't be set up.
         flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"]
         process = await asyncio.create_subprocess_exec(
             executable,

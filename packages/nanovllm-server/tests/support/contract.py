@@ -1,7 +1,6 @@
 """Models of responses: OpenAI's description, plus the fields that our API adds.
 
-They are written by hand, independent of the server's code. Tests validate every response against them and against the
-schemas of /openapi.json.
+Tests validate every response against these models and against the schemas of /openapi.json.
 """
 
 import json
@@ -211,7 +210,7 @@ class Version(Strict):
 
 @dataclass(frozen=True)
 class ObservedResponse:
-    """A response that a test received. complete: the response was received to its end."""
+    """complete: the test received the response to its end."""
 
     method: str
     path: str
@@ -250,7 +249,7 @@ SCHEMA_BY_PATH = {
 
 
 def check_body(name: str, data: bytes | str) -> Any:
-    """Returns the JSON value in `data`. Raises if it is invalid under the schema `name` of OpenAI or of our server."""
+    """Returns the JSON value in `data`. Raises ValueError if the value does not fit the model or the schema `name`."""
     ADAPTERS[name].validate_json(data)
     body = json.loads(data)
     VALIDATORS[name].validate(body)
@@ -258,7 +257,7 @@ def check_body(name: str, data: bytes | str) -> Any:
 
 
 def check_response(response: ObservedResponse) -> None:
-    """Checks a response against the contract. Raises ValueError or AssertionError if it violates the contract."""
+    """Raises ValueError or AssertionError if the response violates the contract."""
     is_stream = response.content_type.startswith("text/event-stream")
     if response.method == "HEAD" or not (response.complete or is_stream):
         return
@@ -280,7 +279,7 @@ def check_response(response: ObservedResponse) -> None:
 
 
 def check_stream(data: bytes, *, complete: bool) -> None:
-    """Checks a stream of events, or the received part of one, against the contract."""
+    """Checks a stream of events. complete: `data` is the whole stream."""
     blocks = data.decode(errors="strict" if complete else "ignore").split("\n\n")
     remainder = blocks.pop()
     assert not (complete and remainder), remainder
@@ -297,7 +296,7 @@ def check_stream(data: bytes, *, complete: bool) -> None:
             assert block.startswith("data: ")
             chunk = check_body("ChatCompletionChunk", block.removeprefix("data: "))
             envelopes.add((chunk["id"], chunk["created"], chunk["model"], chunk["system_fingerprint"]))
-            # If usage was requested, the last chunk has the usage and no choices. Every other chunk has one choice.
+            # The last chunk may have the usage and no choices. Every other chunk has one choice.
             if not chunk["choices"]:
                 assert chunk["usage"]
                 assert blocks[number + 1 :] in ([], ["data: [DONE]"])
@@ -314,7 +313,7 @@ def check_stream(data: bytes, *, complete: bool) -> None:
 
 
 async def check_refusal(response: Any, status: int, param: str | None = None) -> dict[str, Any]:
-    """The error in `response`. Raises AssertionError if it is not a complete error with this status and param."""
+    """Returns the error in `response`. Raises AssertionError if status, param or form of the error is wrong."""
     assert response.status_code == status
     assert response.headers["Content-Type"] == "application/json"
     error = (await response.get_json())["error"]

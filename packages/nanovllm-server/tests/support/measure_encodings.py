@@ -2,8 +2,8 @@
 
 Run: python packages/nanovllm-server/tests/support/measure_encodings.py [--runs 10]
 
-One worker encodes a conversation of about 32,000 tokens in 80 messages. A second worker renders and encodes the same
-conversation with one more message. Each worker's event loop records how late it wakes from sleeps of 0.2 ms.
+Worker A renders and encodes a conversation of about 32,000 tokens. Worker B then gets it with one more message. Each
+event loop records how late it wakes from sleeps of 0.2 ms.
 """
 
 import argparse
@@ -30,8 +30,6 @@ TICK_S = 0.0002
 
 
 class TimedExchange(RingEncodingExchange):
-    """Records how long calls take."""
-
     def __init__(self, memory: RingMemory, worker: int, num_token_ids: int):
         super().__init__(memory, worker, num_token_ids)
         self.times: dict[str, list[float]] = {"publish": [], "receive": []}

@@ -2,8 +2,8 @@
 
     python packages/nanovllm-server/tests/support/measure_tiers.py MODEL [--load-format dummy] [--host-gib 60]
 
-Three engines run in this process, one after the other: without tiers, with host memory, and with files. Prompts are
-random tokens. Conversations return with the same prompt, so that they load all blocks but the last.
+Three engines run one after the other: without tiers, with host memory, and with files. Prompts are random tokens.
+Conversations return with the same prompt and load all blocks but the last.
 """
 
 import argparse
@@ -24,9 +24,9 @@ from nanovllm_core import AsyncEngine, EngineConfig, EngineStats, ModelSpec, Req
 
 PROMPT_LENS = (8192, 32768)
 NUM_RETURNS = 3
-# Number of conversations that `fill` sends. Their prompts are the longest, and together exceed the GPU's cache.
+# Prompts of the longest length that together exceed the GPU's cache.
 NUM_FILLERS = 5
-# Number of conversations that return at the same time beside decodes. With more than one, loads never pause.
+# Conversations that return at the same time beside decodes. With more than one, loads never pause.
 NUM_RETURNING = 2
 NUM_STREAMS, STREAM_PROMPT_LEN, STREAM_OUTPUT_LEN = 64, 256, 640
 BURST_SIZE, BURST_PROMPT_LEN = 24, 16_384
@@ -36,7 +36,7 @@ MIB = 1 << 20
 
 
 class Conversations:
-    """Sends prompts to an engine. A prompt has a name, and the same tokens each time."""
+    """Sends prompts to an engine. A name gives the same tokens each time."""
 
     def __init__(self, engine: AsyncEngine):
         self.engine = engine
@@ -99,7 +99,6 @@ async def measure_decodes(
     """Prints the time of a step of NUM_STREAMS decodes. Returns the mean interval of returns, in seconds.
 
     returning: conversations that return in turn meanwhile, NUM_RETURNING at a time.
-    min_interval_s: minimum interval of returns.
     """
     times: list[list[float]] = [[] for _ in range(NUM_STREAMS)]
     streams = [
@@ -130,7 +129,6 @@ async def measure_decodes(
 
 
 async def measure_returns(conversations: Conversations, name: str) -> None:
-    """Prints the times to the first token of new and of returned prompts."""
     for prompt_len in PROMPT_LENS:
         new = [await conversations.ask(f"{name} {prompt_len} {index}", prompt_len) for index in range(NUM_RETURNS)]
         print(f"{name}: new prompt of {prompt_len} tokens: {_milliseconds(new)} ms")
@@ -147,7 +145,6 @@ async def measure_returns(conversations: Conversations, name: str) -> None:
 
 
 async def measure_burst(conversations: Conversations, name: str) -> None:
-    """Prints the times to the first token of many conversations that return at once."""
     names = [f"burst {index}" for index in range(BURST_SIZE)]
     for title in ("new", "returned"):
         before = conversations.engine.stats
@@ -169,7 +166,6 @@ def _milliseconds(results: Sequence[tuple[float, int]]) -> str:
 
 
 def _describe_copies(engine: AsyncEngine, before: EngineStats) -> str:
-    """The bytes and rates of copies since `before`."""
     after, parts = engine.stats, []
     for (kind, num_bytes), (_, seconds) in zip(after.copied_bytes, after.copy_s, strict=True):
         num_bytes -= dict(before.copied_bytes)[kind]
@@ -212,7 +208,7 @@ async def run(spec: ModelSpec, config: EngineConfig, host_gib: float, directory:
                     if settings:
                         title = f"{name}, decodes beside loads {index}"
                         interval_s = await measure_decodes(conversations, title, fillers)
-                        # The same returns without loads: these conversations stay in the cache.
+                        # Without loads: these conversations stay in the cache.
                         title = f"{name}, decodes beside cached prompts {index}"
                         await measure_decodes(conversations, title, fillers[:NUM_RETURNING], interval_s)
                 await measure_burst(conversations, name)

@@ -1,4 +1,4 @@
-"""Functions that act as a user of the chat page, and read what the page shows."""
+"""Actions of a user of the chat page."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""Takes the picture of the page for the README: chats with a running server in a browser.
+"""Takes the picture of the chat page for the README.
 
 uv run nanovllm-server --port 8000
 uv run python packages/nanovllm-server/tests/support/picture.py http://127.0.0.1:8000 docs/page.png
@@ -12,12 +12,11 @@ import browser
 
 QUESTIONS = ("What is the capital of France?", "Tell me about its most famous sights.")
 FIELD_VALUES = {"[name=temperature]": "0", "[name=max_tokens]": "300", "#system": "You are a helpful assistant."}
-# Length of the last answer when the picture is taken.
 MIN_ANSWER_CHARACTERS = 500
 
 
 async def take_picture(url: str) -> bytes:
-    """Asks the questions. Returns a PNG that is taken while the model answers the last question."""
+    """Returns a PNG, taken while the model answers the last question."""
     async with browser.open_tab() as tab:
         await tab.set_screen(1280, 820, scale=1.5)
         await tab.open(url)

@@ -1,6 +1,6 @@
 """Keeps payloads of the prefix cache, such as KV blocks, in files that outlive the process.
 
-A file's name is the block's hash, so the directory is the index: no database can disagree with the files.
+A file's name is the block's hash, so the directory is the index.
 """
 
 import contextlib
@@ -49,9 +49,8 @@ class FileCounts:
     num_misses: number of reads that found no intact file.
     num_corrupt: number of files that were removed because their contents were wrong.
     num_read_errors, num_write_errors: number of failures of the operating system.
-    num_skipped_writes: number of payloads that were not written, because the first scan had not ended, because no
-        bytes could be reserved, or because an error had suspended writes.
-    num_evicted: number of files that this engine removed to make space.
+    num_skipped_writes: number of payloads that were not written. Reasons: the first scan had not ended, no bytes could
+        be reserved, or an error had suspended writes.
     """
 
     num_hits: int = 0
@@ -68,8 +67,8 @@ class FileCounts:
 class BlockFiles:
     """Reads and writes payloads of one size, one file per hash. Several threads may use an instance.
 
-    Engines of a host can share a directory. The file that was used least recently is evicted first, whichever engine
-    wrote it. A file's modification time is the time of its last use.
+    Engines of a host can share a directory. The file that was used least recently is evicted first. A file's
+    modification time is the time of its last use.
 
     directory: only the user of this process may have access.
     max_bytes: maximum size of all files in the directory, including files of other engines and with other `identity`.
@@ -146,7 +145,7 @@ class BlockFiles:
         except OSError as error:
             self._suspend_writes(error)
         else:
-            # Both sets need the hash: during a scan they differ, and the end of the scan makes `_next_index` the index.
+            # The end of a scan makes `_next_index` the index.
             self._index.add(block_hash)
             self._next_index.add(block_hash)
             with self._lock:
@@ -190,7 +189,7 @@ class BlockFiles:
 
         Source: https://github.com/huggingface/safetensors#format
         """
-        # Other users can't access the directory, so the checksum need not detect deliberate changes.
+        # Other users can't access the directory, so a checksum against accidental damage is enough.
         metadata = {"identity": self._identity, "hash": block_hash.hex(), "xxh3": f"{checksum:016x}"}
         tensor = {"dtype": "U8", "shape": [self._payload_bytes], "data_offsets": [0, self._payload_bytes]}
         encoded = json.dumps({"__metadata__": metadata, "payload": tensor}).encode()
@@ -263,7 +262,7 @@ class BlockFiles:
         with self._lock:
             self.counts.num_write_errors += 1
             self._suspended_until = time.monotonic() + _SUSPENSION_S
-            self._max_claimed_bytes = 0  # The next write scans first. The scan creates a missing folder.
+            self._max_claimed_bytes = 0  # The next write scans first, which creates a missing folder.
             is_first_error, self._is_failing = not self._is_failing, True
         if is_first_error:
             _log.warning("files of KV blocks can't be written; retrying every %.0f s: %s", _SUSPENSION_S, error)

@@ -15,7 +15,6 @@ NULL_BLOCK = 0  # padding reads and writes this block, which is never allocated
 class BlockPool:
     """The blocks from 1 to num_blocks. Padding uses block 0, the null block.
 
-    num_cached: number of cached blocks.
     num_reserved: number of free blocks that `can_acquire` keeps free for allocations.
     blocks_with_draft_entries: blocks that hold a draft model's cache entries for all their tokens.
     """
@@ -37,7 +36,7 @@ class BlockPool:
         return len(self._free_blocks)
 
     def count_holders(self, block: int) -> int:
-        """The number of holders of `block`."""
+        """Number of holders of `block`."""
         return self._num_holders[block]
 
     def allocate(self, count: int) -> list[int]:
@@ -92,7 +91,7 @@ class BlockPool:
             self._free_blocks.move_to_end(block)
 
     def forget_hashes(self) -> None:
-        """Forget all hashes, so that `lookup` finds no block. Cached blocks become empty."""
+        """Forget all hashes. Cached blocks become empty."""
         self._block_by_hash.clear()
         self._hashes = [None] * (self.num_blocks + 1)
         self.num_cached = 0

@@ -2,8 +2,8 @@
 
 # Each new observation multiplies the weights of earlier observations by this factor.
 _DECAY = 0.95
-# Each decision against a copy multiplies later predictions by this factor, until a copy is measured again. Without
-# this factor, one slow copy could prevent all later copies.
+# Each decision against a copy multiplies later predictions by this factor, until a copy is measured again. Otherwise
+# one slow copy could prevent all later copies.
 _DECAY_WITHOUT_COPIES = 0.98
 
 

@@ -1,4 +1,4 @@
-"""Keeps copies of the host memory's entries (blocks and checkpoints) in files. Threads read and write the files."""
+"""Keeps copies of the host memory's entries (blocks and checkpoints) in files."""
 
 import os
 import time

@@ -22,7 +22,6 @@ PAGE_BYTES = 4096
 _PIECE_BYTES = 1 << 28
 # Bytes of the counters of one rank: a cache line, so that ranks do not slow each other down.
 _COUNTER_BYTES = 64
-# Bytes of the random marker that identifies the memory. The marker follows the counters.
 MARKER_BYTES = 16
 # Bytes of the device buffer for the copies of one `Direction`. The buffer is larger if one entry needs more.
 STAGING_BYTES = 32 << 20
@@ -121,10 +120,7 @@ _COUNTER_STRIDE = _COUNTER_BYTES // 8
 
 
 class HostMemory:
-    """A mapping of the host memory into this process. `memory` has at least `layout.num_bytes` bytes.
-
-    The mapping begins with counters, which tell rank 0 how many batches each rank has executed.
-    """
+    """A mapping of the host memory into this process. `memory` has at least `layout.num_bytes` bytes."""
 
     def __init__(self, memory: AnonymousMemory, layout: HostLayout):
         self.layout = layout

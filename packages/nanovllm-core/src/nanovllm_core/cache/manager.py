@@ -49,7 +49,6 @@ class CacheManager:
         self._watermark_blocks = int(num_blocks * watermark)
         self._tier = tier
         self._group = 0
-        # The pools by `EntryKind`.
         self.pools = [self.pool] if state_pool is None else [self.pool, state_pool.slots]
         if tier is not None:
             self._group = tier.attach(self.pools)
@@ -96,10 +95,11 @@ class CacheManager:
         return self._tier.is_worth_waiting(self._group, self.reusable_hashes(request))
 
     def start_load(self, request: RequestState) -> PrefixLoad | None:
-        """Load more of an admitted request's prefix from `tier`, once until its next preemption or before a retry.
+        """Load more of an admitted request's prefix from `tier`.
 
-        Returns None if `tier` has no more of the prefix, or if computing is faster. If a load is returned, the
-        request must wait until the load has ended. Then call `finish_load`.
+        A request loads only once, unless it loses its blocks or a file could not be read.
+        Returns None if `tier` has no more of the prefix, or if computing is faster. Otherwise the request must wait
+        until the load has ended. Then call `finish_load`.
         """
         if self._tier is None or request.has_started_load:
             return None
@@ -117,7 +117,7 @@ class CacheManager:
     def readmit(self, request: RequestState) -> int | None:
         """Admit a request right after `finish_load`, so that later loads do not evict the loaded blocks.
 
-        Returns the number of cached tokens. If too few blocks or state slots are free, returns None, and the request
+        Returns the number of cached tokens. Returns None if too few blocks or state slots are free; the request then
         holds nothing.
         """
         num_cached_tokens = self.admit(request, keep_watermark=False)
@@ -231,7 +231,7 @@ class CacheManager:
         return request.block_hashes[: self._count_reusable_blocks(request)]
 
     def _count_reusable_blocks(self, request: RequestState) -> int:
-        """The number of leading blocks that `request` may take from the cache instead of computing them."""
+        """The length of `reusable_hashes`."""
         if self._hasher is None:
             return 0
         self._hasher.extend_hashes(request)

@@ -58,8 +58,8 @@ class CacheLayout:
         """The layout for a model's `cache_specs()`. max_drafts: maximum number of drafts per request and step.
 
         draft_specs: `cache_specs()` of the draft model.
-        Raises ValueError if attention layers of a model differ, and ConfigError if the configured block size is too
-        large or if the draft model has recurrent layers.
+        Raises ValueError if attention layers of a model differ. Raises ConfigError if the configured block size is too
+        large, or if the draft model has recurrent layers.
         """
         attention_specs = tuple(spec for spec in specs if not isinstance(spec, StateSpec))
         state_specs = tuple(spec.with_drafts(max_drafts) for spec in specs if isinstance(spec, StateSpec))
@@ -103,11 +103,11 @@ class CacheSize(NamedTuple):
 
 
 class CacheMemory:
-    """The tensors of all caches of one rank. Initially the caches have only a null block and a null slot.
+    """The tensors of all caches of one rank.
 
     `num_blocks` and `num_state_slots` do not count the null block and the null slot.
     kv_caches, kv_scales, state_caches: one per layer with such a cache. Shapes: see `ForwardContext`.
-    draft: the caches of the draft model; None without draft model. Both models use the same block indices.
+    draft: the caches of the draft model; None without draft model.
     """
 
     def __init__(self, layout: CacheLayout, device: torch.device):
@@ -220,8 +220,8 @@ def plan_cache(config: ResolvedConfig, layout: CacheLayout, free_bytes: int) -> 
 
 
 def _plan_slots(config: ResolvedConfig, free_bytes: int, slot_bytes: int) -> int:
-    # Each running request needs a slot. A request that starts from a checkpoint also needs the checkpoint's slot. One
-    # such slot is enough, because requests start one after another.
+    # One slot per running request, and one for the checkpoint from which a request starts. Requests start one after
+    # another.
     min_slots = config.max_seqs_per_group + config.prefix_caching
     if config.num_state_slots is not None:
         if config.num_state_slots < min_slots:

@@ -168,7 +168,7 @@ def find_reservations(directory: Path) -> dict[str, int]:
 def scan_files(directory: Path, writer_ids: Collection[str]) -> Iterator[StoredFile]:
     """Yield the blocks' files in all folders. Removes temporary files that no writer in `writer_ids` owns.
 
-    Files with other names are left alone. The caller has locked the directory.
+    The caller has locked the directory.
     """
     for folder in directory.iterdir():
         if not _FOLDER_NAME.fullmatch(folder.name) or not folder.is_dir():

@@ -59,8 +59,7 @@ class StatePool:
         num_computed: position of the source checkpoint. num_shared: see `checkpoint_positions`.
         """
         slots = self.slots
-        # Hold the source slot, so that the allocations below do not evict it. After its release, it is the last slot to
-        # be evicted.
+        # Hold the source slot, so that the allocations below do not evict it.
         num_free_before = slots.num_free
         held_slots = [source_slot] if source_slot else []
         for slot in held_slots:
@@ -80,7 +79,7 @@ class StatePool:
         """Hold the source checkpoint of a request that starts later. Returns False if too few slots are free."""
         if not request.source_state_slot:
             return True
-        # Leave one slot for each request that may start, and one slot for the source checkpoint of the next request.
+        # Leave as many slots free as `allocate`.
         if self.slots.num_free - 1 <= self.slots.num_reserved:
             return False
         self.slots.acquire(request.source_state_slot)

@@ -13,7 +13,6 @@ class TierCounters:
     num_loaded_tokens: number of tokens that were loaded from host memory and files.
     num_file_tokens: number of these tokens that were read from files.
     num_rejected_tokens: number of tokens that could have been loaded, but were faster to compute.
-    num_failed_loads: number of loads that have failed.
     wait_s: total seconds for which requests have waited for loads.
     """
 

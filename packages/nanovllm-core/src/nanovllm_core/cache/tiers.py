@@ -68,9 +68,7 @@ class HostTier:
         # Entries of the host memory to write to files, by kind and hash, oldest first.
         self._write_queue: OrderedDict[tuple[EntryKind, BlockHash], None] = OrderedDict()
         self._new_loads: list[PrefixLoad] = []
-        # Pairs (kind, hash) of the entries in stores in flight.
         self._storing: set[tuple[EntryKind, BlockHash]] = set()
-        # Hashes of the entries in loads in flight, by group.
         self._loading: list[set[BlockHash]] = []
         self._in_flight: list[deque[_BatchInFlight]] = [deque() for _ in Direction]
         self._num_ended = [0] * len(Direction)

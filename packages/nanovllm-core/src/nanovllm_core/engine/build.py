@@ -192,7 +192,7 @@ def _find_draft_limits(config: ResolvedConfig, runner: Runner) -> DraftLimits:
 
 
 def _measure_drafts(config: ResolvedConfig, runner: Runner) -> DraftTimes:
-    """Measure how drafts change the times of steps. The result is empty without speculation."""
+    """Measure how drafts change the times of steps."""
     limits = _find_draft_limits(config, runner)
     if not limits.max_drafts:
         return DraftTimes()

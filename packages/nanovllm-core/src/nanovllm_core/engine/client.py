@@ -223,7 +223,7 @@ class EngineSocket:
 
 
 def _spec_and_config(spec: "ModelSpec", config: EngineConfig) -> tuple["ModelSpec", EngineConfig]:
-    """Return the arguments. `launch` binds the arguments to make the loader that `EngineProcess` calls."""
+    """Return the arguments. With the arguments bound, this function is the loader of `EngineProcess`."""
     return spec, config
 
 

@@ -76,7 +76,6 @@ class EngineLoop:
         self._steps_in_flight: deque[tuple[ScheduledStep, StepHandle]] = deque()  # oldest first
         # Time of `time.perf_counter` at which the device began the oldest step in flight.
         self._step_start_s = 0.0
-        # Outputs of the last finished step, not posted to the event loop yet.
         self._unposted_outputs: StepOutputs | None = None
         self._executor = executor
         self._spin_control = spin_control  # shortens the busy waiting of torch's threads
@@ -85,10 +84,8 @@ class EngineLoop:
         self._inbox: deque[RequestState | int | Callable[[], object]] = deque()
         self._inbox_changed = threading.Event()
         self._is_stopping = False
-        # Messages from the engine thread to the event loop.
         self._outbox: deque[tuple[StepOutputs, EngineStats | None]] = deque()
         self._last_stats_collection_s = 0.0
-        # The stats collected last, and the stats passed to `emit` last.
         self._latest_stats = self._emitted_stats = self._collect_stats()
         self._last_stats_emission_s = 0.0
         self._outbox_changed = asyncio.Event()

@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable
 
-# Time that a process has to exit by itself after its parent has ended.
 EXIT_GRACE_S = 5.0
 EXIT_CODE = 1  # exit code of a process whose parent has ended
 

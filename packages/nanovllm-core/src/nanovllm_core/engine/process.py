@@ -10,7 +10,6 @@ from pathlib import Path
 
 from nanovllm_core.engine.server import SpecAndConfigLoader, run_engine
 
-# Time for which `close` waits before it kills the engine's process.
 _STOP_TIMEOUT_S = 10
 
 

@@ -30,7 +30,7 @@ from nanovllm_core.parallel.group import RankGroup
 from nanovllm_core.parallel.plan_ring import PlanRing
 from nanovllm_kernels.openmp_spinning import SpinControl, can_shorten_spins
 
-# `RankProcesses.close` waits this long for ranks to exit after `stop`. Then `close` kills the remaining ranks.
+# `RankProcesses.close` waits this long for ranks to exit after `stop`.
 STOP_TIMEOUT_S = 5.0
 # If a rank other than rank 0 has ended, the engine waits this long for the thread of rank 0.
 FAILED_RANK_TIMEOUT_S = 1.0
@@ -157,7 +157,7 @@ class RankProcesses:
         return self._failure is not None
 
     def set_failure_callback(self, callback: Callable[[], object]) -> None:
-        """Set the callback for the end of a rank. Another thread calls it. If a rank has already ended, call it now."""
+        """Call `callback` on another thread when a rank ends, or now if a rank has already ended."""
         self._on_failure = callback
         if self._failure_event.is_set():
             callback()
@@ -197,7 +197,6 @@ def run_rank(arguments: RankArguments) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     exit_with_parent()
-    # Only rank 0 shows progress bars.
     sys.stderr = _OutputWithoutTerminal(sys.stderr)
     try:
         spin_control = SpinControl(is_on=arguments.config.device == "cpu" and can_shorten_spins())

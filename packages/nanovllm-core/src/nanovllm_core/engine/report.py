@@ -79,7 +79,7 @@ def collect_stats(scheduler: Scheduler, runner: Runner, transfers: Transfers | N
 
 
 def _collect_tier_stats(tier: HostTier) -> dict[str, Any]:
-    """The statistics of the tiers below the cache: host memory, and files if they are used."""
+    """The statistics of host memory and files."""
     counters, files = tier.counters, tier.files
     loaded_tokens = [("host", counters.num_loaded_tokens - counters.num_file_tokens)]
     copied_bytes = [(direction.name.lower(), counters.num_bytes[direction]) for direction in Direction]

@@ -77,7 +77,6 @@ def _remove_socket(endpoint: str) -> None:
     for _ in range(2):
         with contextlib.suppress(OSError):
             path.unlink(missing_ok=True)
-            # `rmdir` fails if the directory has other files.
             path.parent.rmdir()
 
 
@@ -155,7 +154,6 @@ class EngineServer:
     def __init__(self, engine_loop: "EngineLoop", socket: zmq.asyncio.Socket):
         self._engine_loop = engine_loop
         self._socket = socket
-        # Clients in the order in which they connected. No client number is used twice.
         self._clients_by_number: dict[int, ConnectedClient] = {}
         self._client_numbers = itertools.count()
         self._tasks: set[asyncio.Task[None]] = set()

@@ -65,11 +65,10 @@ class EngineStats:
     num_cached_prompt_tokens: number of prompt tokens that were found in the prefix cache.
     num_computed_tokens: number of tokens that the model computed: prompt tokens, last tokens of decodes, and drafts.
     num_steps_by_size: histogram of tokens per step: pairs (maximum number of tokens, number of steps), by maximum.
-        Each step is in one pair: the first with a large enough maximum. The last maximum is infinite.
+        A step counts in the first pair with a large enough maximum. The last maximum is infinite.
     graph_steps: triples (graph mode, kind of step, number of steps), see `StepGraphs.num_steps`.
     verified_drafts_by_position: number of verified drafts; empty without speculation. Position 0 follows the
         request's last token. A draft counts as verified even if a draft before it is rejected.
-    accepted_drafts_by_position: number of accepted drafts.
     loaded_tokens: pairs (tier "host" or "disk", number of prompt tokens loaded from this tier); empty without tiers.
         `num_cached_prompt_tokens` counts these tokens too.
     rejected_load_tokens: number of prompt tokens that could have been loaded, but were faster to compute.
@@ -81,8 +80,7 @@ class EngineStats:
     copy_s: pairs (kind of copy, seconds), in the order of `copied_bytes`.
     fetches: pairs (`FetchOutcome` of a prompt that another engine may have, number of requests); empty if no other
         engine is configured.
-    fetched_tokens: number of prompt tokens that were fetched from other engines.
-    fetched_bytes: number of bytes that were fetched from other engines.
+    fetched_tokens, fetched_bytes: prompt tokens and bytes that were fetched from other engines.
     fetch_s: total time for which requests waited for fetches.
     served_bytes: number of bytes that other engines fetched from this engine.
     num_leases: number of fetches by other engines for which this engine holds blocks.

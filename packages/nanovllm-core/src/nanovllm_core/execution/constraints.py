@@ -27,7 +27,7 @@ _NUM_SEPARATE_STEPS = 16
 
 
 class ConstrainedRequest(NamedTuple):
-    """A sampling request that has a constraint. request_index: its index among the step's sampling requests."""
+    """A sampling request that has a constraint. request_index: index among the step's sampling requests."""
 
     request_index: int
     constraint: Constraint
@@ -60,7 +60,6 @@ class Constraints:
         self._is_constrained = np.zeros(num_rows, np.bool_)
         self._num_mask_words = -(-vocab_size // 32)
         self.mask_buffer = MaskBuffer(num_masks or num_rows, self._num_mask_words, device)
-        # All constrained requests of the step, and the constrained requests that may need masks.
         self._step_requests: list[ConstrainedRequest] = []
         self._mask_candidates: list[ConstrainedRequest] = []
         self._num_masks = 0
@@ -72,7 +71,7 @@ class Constraints:
     def begin_step(self, plan: StepPlan) -> int:
         """Begin a step. Returns the number of masks; if it is not 0, call `fill_masks` before sampling.
 
-        Each request that may need masks has one mask per entry. In a step without drafts, a request has one entry.
+        Each request that may need masks has one mask per entry.
         """
         for new_row in plan.new_rows:
             self._replace_constraint(new_row)
@@ -99,7 +98,6 @@ class Constraints:
         """Wait for the tokens of earlier steps and fill the masks. Returns None if no row is restricted.
 
         first_entries: int64 [n], index of each sampling request's first entry among all entries of the step.
-            `Masks.sample_indices` has such indices too.
         """
         self._apply_results(wait=any(request.constraint.depends_on_output for request in self._mask_candidates))
         masks = self.mask_buffer.new_masks(self._num_masks)
@@ -253,7 +251,7 @@ class _MatcherCalls:
         self._num_separate_steps = 0
 
     def end_step(self) -> None:
-        """End a step in which masks were filled: count down the steps with separate calls."""
+        """End a step in which masks were filled."""
         if self._num_separate_steps:
             self._num_separate_steps -= 1
 

@@ -12,8 +12,9 @@ _SEED = 0
 class ForcedAcceptance:
     """Decides at random which drafts are kept, whether they are right or wrong.
 
-    Samples of steps without drafts are replaced too: these samples tell the planner whether a draft that it did
-    not schedule would have been kept.
+    Samples of steps without drafts are replaced too: from them, the planner learns whether a draft that was not
+    scheduled
+    would have been kept.
 
     acceptance_length: mean number of new tokens of a request in a step with `max_drafts` drafts: from 1 to
         1 + max_drafts.

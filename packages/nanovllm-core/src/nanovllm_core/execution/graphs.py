@@ -123,7 +123,7 @@ def decode_sizes(max_num_seqs: int) -> list[int]:
 
 
 def mixed_sizes(max_num_batched_tokens: int) -> list[int]:
-    """Token counts to which mixed steps are padded, rising. Steps with the full token budget need no padding."""
+    """Token counts to which mixed steps are padded, rising."""
     sizes: list[int] = []
     size = MIN_MIXED_TOKENS
     while size < max_num_batched_tokens:
@@ -147,9 +147,8 @@ def graph_shapes(
     max_drafts: maximum number of drafts per request and step; 0 for no shapes with drafts.
     max_draft_step_tokens: maximum number of tokens of a step with drafts.
     min_whole_prompt_tokens: minimum number of tokens of shapes with `has_only_whole_prompts`; None for no such shapes.
-    proposes_with_model: whether a draft model or a head proposes drafts. If True, each number of tokens also has
-        a shape with as many requests as fill it with all their drafts. Reason: a draft model would compute drafts for
-        padding requests too.
+    proposes_with_model: whether a draft model or a head proposes drafts. If True, each number of tokens also has a
+        shape in which each request has all its drafts. Why: a draft model would compute drafts for padding too.
     """
     if mode == "none":
         return []
@@ -324,7 +323,7 @@ class _Capture:
     """Captures like `torch.cuda.graph`, but into several graphs, without garbage collection and synchronisation.
 
     All pieces use one memory pool on one stream. The forward pass holds the tensors that later pieces read, so the pool
-    does not reuse their memory. Later pieces may reuse the memory of earlier queries and attention results.
+    does not reuse their memory.
     """
 
     def __init__(self, pool: _POOL_HANDLE):

@@ -17,8 +17,8 @@ _MIN_MATCH, _MAX_MATCH = 3, 8
 # Value of the argument `ops` of `Proposer.propose`, in place of `SamplingOps`, if no request needs drafts.
 NO_DRAFTS = -1
 
-# A function that samples one token per request: (logits of this rank's share of n requests, rows of the n requests in
-# the request table int32 [n], positions of the new tokens int32 [n], `SamplingOps` as an integer) -> tokens int32 [n].
+# Samples one token per request. Arguments: logits of this rank's share of n requests; rows in the request table,
+# int32 [n]; positions of the new tokens, int32 [n]; `SamplingOps` as an integer. Returns tokens int32 [n].
 SampleTokens = Callable[[Tensor, Tensor, Tensor, int], Tensor]
 
 

@@ -94,7 +94,6 @@ class StepInputs:
 class RequestTable:
     """Tables with one row per request of this rank.
 
-    num_rows: number of rows.
     requests: selects this rank's part of a plan.
     search_tokens: int32 [rows, n], the tokens in which drafts are searched: the request's predicted tokens (padded with
         -1 on the left), then `tokens`.
@@ -142,7 +141,6 @@ class RequestTable:
         self.tokens = self.search_tokens[:, self.max_prediction_tokens :]
         self.num_computed = zeros(num_rows)
         self.block_table = zeros(num_rows, -(-max_model_len // block_size))
-        # `_floats` holds six sampling options. The next line names them.
         self._floats = zeros(6, num_rows, dtype=torch.float32)
         self.temperature, self.top_p, self.min_p, self.presence, self.frequency, self.repetition = self._floats
         # Padding may read rows that were never written, so start with 1, the penalty that changes nothing.

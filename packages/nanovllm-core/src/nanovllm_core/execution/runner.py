@@ -230,7 +230,6 @@ class Runner:
     def launch(self, plan: StepPlan, num_masks: int | None = None) -> StepHandle:
         """Launch a step. On CUDA the host waits for the previous step only if a token mask depends on that step.
 
-        A token mask has the tokens that a row may sample.
         If `config.forbid_sync` is set, any other wait for the device raises RuntimeError.
         num_masks: number of token masks that rank 0 broadcasts; None on rank 0.
         """

@@ -43,7 +43,6 @@ CAPTURED_OP_SETS = (
 _RANDOM, _FILTER, _PENALTY = int(SamplingOps.RANDOM), int(SamplingOps.FILTER), int(SamplingOps.PENALTY)
 _BIAS, _FORBID, _MASK = int(SamplingOps.BIAS), int(SamplingOps.FORBID), int(SamplingOps.MASK)
 
-# Signature of `gather_columns`.
 GatherColumns = Callable[[Tensor, tuple[Tensor, ...]], tuple[Tensor, ...]]
 
 

@@ -20,13 +20,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, cast
 
-# Number of characters in a block, and in half of a block.
 BLOCK_LENGTH = 16
 HALF_BLOCK_LENGTH = BLOCK_LENGTH // 2
 # Minimum length of a tail that follows blocks, in characters. A tail never allows a token that is longer than the tail.
 MIN_TAIL_LENGTH = 32
-# A string of `low` to `high` characters gets no rules if xgrammar compiles it fast. This is so if `low` is at least
-# MIN_AUTOMATON_LOW, `high` is at most MAX_AUTOMATON_LENGTH, and the character class is small (MAX_FEW_CHARACTERS).
+# A string of `low` to `high` characters gets no rules if `low` is at least MIN_AUTOMATON_LOW, `high` is at most
+# MAX_AUTOMATON_LENGTH, and its class is small (MAX_FEW_CHARACTERS): xgrammar compiles it fast.
 MIN_AUTOMATON_LOW = 33
 MAX_FEW_CHARACTERS = 64
 MAX_AUTOMATON_LENGTH = 128
@@ -196,7 +195,7 @@ class _SharedRules:
         return elements + ([f"{self._prefix}part{part_length}"] if part_length else [])
 
     def write_rules(self) -> list[str]:
-        """Write the rules of blocks, tails, parts and chains, one string per rule."""
+        """The rules of blocks, tails, parts and chains, one string per rule."""
         prefix, character = self._prefix, self._characters
         rules = [f'{prefix}tail0 ::= "" (= "\\"")']
         rules += [

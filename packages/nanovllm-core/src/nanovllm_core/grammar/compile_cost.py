@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from nanovllm_core.grammar.bounded_strings import write_common_string_rules
 
-# Maximum number of steps of one compilation. A grammar is compiled twice: by the vetting process and by the engine.
+# Maximum number of steps of one compilation.
 MAX_COMPILE_STEPS = 320_000
 
 STEPS_PER_LITERAL_CHARACTER = 4

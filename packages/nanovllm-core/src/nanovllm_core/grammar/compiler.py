@@ -33,7 +33,7 @@ MAX_WHITESPACE = 1
 RULE_CACHE_BYTES = 48 << 20
 # A grammar uses this cache only if none of its rules has more characters. Cache searches take longer for long rules.
 MAX_CACHED_RULE_LENGTH = 20_000
-# Maximum number of characters of xgrammar's error messages. Longer messages are cut: they may quote the whole grammar.
+# Longer error messages of xgrammar are cut: they may quote the whole grammar.
 _MAX_REASON_LENGTH = 500
 # A structural tag is a tree of formats. These fields of a format contain its child formats.
 _INNER_FORMAT_FIELDS = ("content", "elements", "tags")

@@ -18,13 +18,9 @@ from nanovllm_core.model import Vocabulary
 
 _log = logging.getLogger(__name__)
 
-# Number of threads that vet and compile grammars.
 NUM_COMPILE_THREADS = 8
-# Maximum size of all cached grammars together.
 MAX_CACHE_BYTES = 256 << 20
-# Maximum size of one compiled grammar.
 MAX_GRAMMAR_BYTES = 64 << 20
-# Maximum number of characters in a grammar's source.
 MAX_SOURCE_LENGTH = 1 << 20
 _STOPPED_MESSAGE = "the engine was stopped before this grammar was compiled"
 # Niceness of compiling threads, so that serving has priority.
@@ -129,7 +125,7 @@ class _VettingCompiler:
         return compiler.compile(vetted_grammar.spec, vetted_grammar.parameter_types, vetted_grammar.rules)
 
     def close(self) -> None:
-        """End the vetter's process if one was started."""
+        """End the vetter's process."""
         with self._lock:
             if "_vetter" in vars(self):
                 self._vetter.close()

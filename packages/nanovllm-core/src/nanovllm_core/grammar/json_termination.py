@@ -20,9 +20,7 @@ MAX_STRING_TOKENS = 8_192
 MAX_STUCK_TOKENS = 512
 # Maximum number of characters of an integer of 64 bits.
 MAX_INTEGER_LENGTH = 20
-# Maximum number of characters of any number.
 MAX_NUMBER_LENGTH = 40
-# Maximum number of digits of an exponent.
 MAX_EXPONENT_DIGITS = 2
 # Maximum depth of nested arrays and objects.
 MAX_DEPTH = 32

@@ -29,8 +29,7 @@ class EnforceableGrammar(msgspec.Struct, frozen=True):
 def convert_grammar(spec: GrammarSpec) -> EnforceableGrammar:
     """Converts the JSON schemas of a grammar. Raises GrammarError.
 
-    This function limits neither time nor memory. Call it in a child process whose time and memory are limited, as
-    `vetting_process.py` does.
+    This function limits neither time nor memory: call it in a child process with such limits (`vetting_process.py`).
 
     Besides xgrammar's fields, a structural tag may contain:
     "place", beside "json_schema": JSON pointer to the schema, for errors.

@@ -75,10 +75,7 @@ def _receive(connection: socket.socket, length: int) -> bytes:
 
 
 class Vetter:
-    """Owns the vetting process, and restarts the process if it dies.
-
-    The vetting process imports xgrammar once and forks a child per grammar. Any thread may call the methods.
-    """
+    """Owns the vetting process, and restarts the process if it dies. Any thread may call the methods."""
 
     def __init__(self, read_vocabulary: "Callable[[], Vocabulary]", vocab_size: int):
         self._read_vocabulary = read_vocabulary
@@ -96,7 +93,7 @@ class Vetter:
         return None if self._process is None else self._process.pid
 
     def start(self) -> None:
-        """Start the vetting process, which takes seconds. The vocabulary is not needed yet."""
+        """Start the vetting process, which takes seconds."""
         with self._lock:
             self._start()
 
@@ -106,7 +103,7 @@ class Vetter:
         Raises: GrammarError. RuntimeError for an unexpected exception in the child process, with its traceback.
         """
         # A grammar can kill only the child process that compiles it (DIED). An empty reply means that the vetting
-        # process itself died, for another reason: try again.
+        # process itself died: try again.
         reply = self._request_reply(spec) or self._request_reply(spec)
         verdict = reply[-1:]
         if verdict == PASSED:

@@ -46,10 +46,7 @@ class VettingChild:
 
 
 def main() -> None:
-    """Answer requests until the engine closes its end of the socket.
-
-    The program's argument is the descriptor of the socket.
-    """
+    """Answer requests on the socket whose descriptor is the program's argument, until the engine closes its end."""
     # Terminals and service managers send these signals to all processes. Ignore them: the engine ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -60,7 +57,7 @@ def main() -> None:
     os.set_blocking(wakeup_write, False)
     signal.set_wakeup_fd(wakeup_write)
     with socket.socket(fileno=int(sys.argv[1])) as engine:
-        # Import xgrammar while the engine reads the vocabulary, which the first message contains.
+        # Import xgrammar while the engine reads the vocabulary.
         import_module("xgrammar")
 
         if (setup_message := receive_message(engine)) is None:
@@ -76,7 +73,7 @@ def main() -> None:
         finally:
             for pid in children:
                 os.kill(pid, signal.SIGKILL)
-    # An ordinary exit takes a second, because torch is imported. The engine has closed its end and awaits no reply.
+    # An ordinary exit takes a second, because torch is imported.
     os._exit(0)
 
 
@@ -135,8 +132,7 @@ def _compile_and_exit(compiler: Compiler, payload: bytes, setup: VettingSetup, r
     try:
         os.nice(_NICE)
         seconds = math.ceil(setup.max_seconds)
-        # At the first limit, the child gets SIGXCPU, which tells the parent the cause. At the second limit, the child
-        # gets SIGKILL.
+        # The signal at the first limit, SIGXCPU, tells the parent the cause.
         resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         if (address_space := _address_space()) is not None:
@@ -145,7 +141,7 @@ def _compile_and_exit(compiler: Compiler, payload: bytes, setup: VettingSetup, r
         # Warnings of the C++ code quote the grammars of clients: keep them out of the engine's log.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
         spec = msgspec.msgpack.decode(payload, type=GrammarSpec)
-        enforceable = convert_grammar(spec)  # The grammar with converted JSON schemas.
+        enforceable = convert_grammar(spec)
         rules = write_rules(enforceable.spec)
         compiler.compile(enforceable.spec, rules=rules)
         _write_reply(reply_fd, msgspec.structs.replace(enforceable, rules=rules))

@@ -29,9 +29,7 @@ from nanovllm_core.grammar.structural_tag import (
 
 # Maximum number of elements if the schema does not declare the properties.
 MAX_UNDECLARED_ELEMENTS = 16
-# Maximum number of characters of a declared name.
 MAX_NAME_LENGTH = 256
-# Maximum number of characters of a property's name in an error.
 MAX_SHOWN_NAME_LENGTH = 80
 # Pattern of names of properties that the schema does not declare.
 KEY_PATTERN = r"[a-zA-Z_][a-zA-Z0-9_]{0,63}"

@@ -13,10 +13,7 @@ from nanovllm_kernels.elementwise import QKNorm, Rotation, rope_and_cache
 
 @dataclass(frozen=True, slots=True)
 class HeadLayout:
-    """How many heads this rank has. A fused projection contains the query heads, the key heads, then the value heads.
-
-    num_heads: number of query heads.
-    """
+    """This rank's heads. A fused projection contains the query heads, the key heads, then the value heads."""
 
     num_heads: int
     num_kv_heads: int

@@ -24,9 +24,9 @@ def compile_for_rows(
 ) -> Callable[Concatenate[Tensor, Params], Result]:
     """Compile `function` for calls with at least `min_rows` rows; calls with fewer rows run uncompiled.
 
-    All tensor arguments of one call must have the same number of rows. The number may change between calls.
-    Other arguments may be objects that hold tensors, such as the weights of any layer. The function is
-    compiled once for all numbers of rows above 1. If `min_rows` is 1, the function is also compiled once for one row.
+    All tensor arguments of one call must have the same number of rows. Other arguments may be objects that hold
+    tensors, such as the weights of any layer. The function is compiled once for all numbers of rows above 1.
+    If `min_rows` is 1, the function is also compiled once for one row.
     """
     set_cache_directories()
     # torch.compile caches by code object. A copy gives each model its own cache.
@@ -64,6 +64,5 @@ def set_cache_directories() -> None:
         directory = make_cache_directory(name)
         if directory is not None:
             os.environ.setdefault(variable, str(directory))
-    # Only a few kernels are compiled. A pool of compile processes would cost more time than it saves, because each
-    # process imports torch.
+    # Few kernels are compiled. A pool of processes, which all import torch, would cost more time than it saves.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")

@@ -23,10 +23,8 @@ class DeltaShape:
     """The sizes of a whole layer, before the ranks share its heads.
 
     num_v_heads: number of value heads, a multiple of num_k_heads.
-    k_dim: size of a key head.
-    v_dim: size of a value head.
+    k_dim, v_dim: size of a key head and of a value head.
     num_taps: length of the convolution's kernel.
-    eps: number that the norm adds to the mean square.
     """
 
     num_k_heads: int
@@ -49,8 +47,7 @@ class GatedDeltaNet(WeightedModule):
     Raises ValueError if the ranks can't share the heads evenly.
 
     cache_index: index of the layer in `ForwardContext.state_caches`.
-    in_quantization: format of `in_proj_qkvz`; None for the model's dtype.
-    out_quantization: format of `out_proj`; None for the model's dtype.
+    in_quantization, out_quantization: formats of `in_proj_qkvz` and `out_proj`; None for the model's dtype.
     """
 
     def __init__(
@@ -99,10 +96,7 @@ class GatedDeltaNet(WeightedModule):
         return StateSpec((len(self.weights.decay_rate), self._shape.v_dim, self._shape.k_dim), (num_taps, num_channels))
 
     def project(self, x: Tensor, norm: RMSNorm | None) -> tuple[Tensor, Tensor]:
-        """Project norm(x), where x is [T, hidden_size], to the pair (`qkvz`, `ba`) that `forward` takes.
-
-        norm: None for no norm.
-        """
+        """Project norm(x) to the pair (`qkvz`, `ba`) for `forward`. x: [T, hidden_size]. norm: None for no norm."""
         if self.in_proj_ba is None:
             qkvz, ba = self.in_proj.forward(x, norm).split(self._projected_widths, -1)
             return qkvz, ba

@@ -68,9 +68,7 @@ class _Linear(WeightedModule):
     ) -> Iterator[tuple[str, WeightSlot]]:
         """Yield slots that load tensors of the checkpoint's module `name`.
 
-        rows: rows of this weight that the slots fill.
-        source_rows: rows of the module's weight to copy.
-        columns: columns of the module's weight to copy.
+        source_rows, columns: part of the module's weight to copy.
         """
         if isinstance(self.weight, BlockFP8Weight):
             yield from block_fp8_slots(name, shape, self.weight, rows, source_rows, columns)

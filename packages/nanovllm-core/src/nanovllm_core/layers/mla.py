@@ -33,11 +33,8 @@ from nanovllm_kernels.gemm.block_fp8 import GROUP, dequantize
 class LatentAttentionConfig:
     """Options of a whole layer of latent attention, before the ranks share its heads.
 
-    key_dim: size of the part of a head's key that is not rotated.
-    rope_dim: size of the part of a head's key that is rotated.
-    value_dim: size of a head's value.
+    key_dim, rope_dim: sizes of the parts of a head's key without and with rotation.
     query_rank: size of compressed queries; None for queries without compression.
-    latent_dim: size of a latent.
     scale: factor that multiplies the attention scores before the softmax.
     interleaved: whether checkpoints store the two dimensions of a rotated pair in adjacent rows.
     """
@@ -57,8 +54,8 @@ class LatentAttentionConfig:
 class LatentExpansion(WeightedModule):
     """The weight [heads, key_dim + value_dim, latent_dim] that expands a latent to every head's key and value.
 
-    The weight is never packed, because attention multiplies along other dimensions than a linear layer. A quantised
-    weight is dequantised after loading for the same reason.
+    Attention multiplies along other dimensions than a linear layer. Therefore the weight is never packed, and a
+    quantised weight is dequantised after loading.
     """
 
     def __init__(self, config: LatentAttentionConfig, build: BuildContext, quantization: BlockFP8 | None):

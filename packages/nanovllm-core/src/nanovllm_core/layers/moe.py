@@ -62,7 +62,6 @@ MLP_LINEAR_NAMES = ExpertNames("gate_proj", "up_proj", "down_proj")
 class SharedExpertNames(NamedTuple):
     """The checkpoint's names for the modules of a shared expert, without the parent's path.
 
-    expert: name of the expert.
     gate: name of the gate that computes the expert's weight; None if the weight is always 1.
     """
 
@@ -73,13 +72,11 @@ class SharedExpertNames(NamedTuple):
 def can_fuse_shared(width: int, shared_width: int, build: BuildContext, *, same_format: bool) -> bool:
     """Whether the shared expert may be stored and computed as if it were an additional routed expert.
 
-    width: width of a routed expert.
-    shared_width: width of the shared expert.
+    width, shared_width: width of a routed expert and of the shared expert.
     same_format: whether routed and shared experts have the same quantisation.
     """
     if build.parallel.has_whole_experts:
-        # A fused shared expert would be on one rank, and this rank would compute the expert for all tokens. The ranks
-        # can split a separate shared expert.
+        # A fused shared expert would be on one rank. The ranks can split a separate shared expert.
         return False
     return same_format and shared_width == width and width // build.parallel.size <= MAX_FUSED_SHARED_WIDTH
 
@@ -210,8 +207,7 @@ class Experts(WeightedModule):
     def forward(self, x: Tensor, weights: Tensor, ids: Tensor, stream: ResidualStream) -> ResidualStream:
         """Apply the chosen experts to x [T, hidden_size], and add the weighted sum of their results to `stream`.
 
-        weights: weights of the chosen experts, from the router.
-        ids: ids of the chosen experts, from the router.
+        weights, ids: results of the router.
         """
         chosen = ChosenExperts(weights, ids)
         return stream.add(self._parallel, lambda base: fused_experts(x, self.weights, chosen, base))
@@ -241,10 +237,8 @@ class Experts(WeightedModule):
     ) -> WeightSlot:
         """A slot that copies this rank's share of a tensor to the part `part` of an expert in `target`.
 
-        shape: shape of the tensor in the checkpoint.
         expert: id of the expert. The slot ignores the tensor, without reading it, if another rank has the expert.
         part: index of the part (gate or up) in the expert's slice of `target`; () for the whole slice.
-        dim: dimension that the ranks split.
         """
         dtype = DTYPE if target.dtype == DTYPE else None
         if expert not in self._own_ids:

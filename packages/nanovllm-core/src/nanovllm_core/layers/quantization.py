@@ -60,8 +60,7 @@ def allocate_fused_weight(
     A scale covers 128 rows. It covers fewer rows if this rank's rows of a tensor do not start at a multiple of 128,
     either in the checkpoint or in the allocated weight.
 
-    source_starts: index of this rank's first row in each tensor.
-    part_sizes: number of this rank's rows in each tensor.
+    source_starts, part_sizes: index of this rank's first row and number of this rank's rows in each tensor.
     """
     target_starts = [sum(part_sizes[:index]) for index in range(len(part_sizes))]
     block_rows = math.gcd(GROUP, *target_starts, *source_starts)
@@ -73,9 +72,7 @@ def block_fp8_slots(
 ) -> Iterator[tuple[str, WeightSlot]]:
     """Yield slots that load `rows` of `weight`, and the scales of these rows, from the checkpoint's module `name`.
 
-    shape: shape of the checkpoint's weight.
-    source_rows: rows of the checkpoint's weight to copy.
-    columns: columns of the checkpoint's weight to copy; must start at a multiple of 128.
+    source_rows, columns: part of the checkpoint's weight to copy. `columns` must start at a multiple of 128.
     """
     yield f"{name}.weight", WeightSlot(shape, make_share_copier(weight.data[rows], source_rows, columns), DTYPE)
     block_rows = weight.block_rows

@@ -32,8 +32,7 @@ class YarnScaling:
     attention_factor: multiplies cosines and sines.
     mscale_all_dim: coefficient for `yarn_mscale`. MLA multiplies attention scores by the square of that function's
         result. 0 for no scaling.
-    truncate: whether the ramp starts and ends at whole indices of dimension pairs. The start is then rounded down, and
-        the end is rounded up.
+    truncate: whether the ramp starts and ends at whole indices of dimension pairs.
     """
 
     factor: float
@@ -75,7 +74,7 @@ class RotaryEmbedding:
         self._table = rotary_table(config, rotary_dim, max_position, device)
 
     def plan(self, positions: Tensor) -> Rotation:
-        """Plan the rotation of a step's tokens. All layers use the same plan. positions: int64 [T]."""
+        """Plan the rotation of a step's tokens, for all layers. positions: int64 [T]."""
         return plan_rotation(self._table, positions)
 
 

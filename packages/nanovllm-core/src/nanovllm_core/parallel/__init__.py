@@ -31,10 +31,7 @@ class ParallelContext:
             raise ValueError(f"rank is {self.rank}, but must be from 0 to {self.size - 1}")
 
     def split_evenly(self, total: int, quantity: str) -> int:
-        """This rank's share of `total`. Raises ValueError if the ranks' shares would differ.
-
-        quantity: what `total` counts, for the error.
-        """
+        """This rank's share of `total`. Raises ValueError that names `quantity` if the shares would differ."""
         if total % self.size:
             raise ValueError(f"{quantity} is {total}, which {self.size} ranks can't split evenly")
         return total // self.size
@@ -44,7 +41,6 @@ class ParallelContext:
 
         If there are more ranks than groups, several ranks have the same group.
         Raises ValueError if some groups would have more ranks than others.
-        quantity: what `num_groups` counts, for the error.
         """
         if self.size <= num_groups:
             return own_slice(self, -(-num_groups // self.size))

@@ -14,8 +14,7 @@ from nanovllm_core.errors import ConfigError
 from nanovllm_core.parallel import ParallelContext
 from nanovllm_kernels.collective import Communicator
 
-# A rank may wait this long for ranks that still load weights or compile. The timeout need not detect ranks that have
-# ended, because rank 0 detects them.
+# A rank may wait this long for ranks that still load weights or compile. Rank 0 detects ranks that have ended.
 COLLECTIVE_TIMEOUT = timedelta(hours=2)
 
 LEAVING_THREAD_NAME = "nanovllm-engine-leaving"
@@ -27,7 +26,6 @@ class RankGroup:
 
     Create and leave the group on the thread that runs the model. A process can be in one group at a time, because
     torch.distributed has one default group per process.
-    context: this process's rank, the number of ranks, and the communicator.
     """
 
     def __init__(self, rank: int, config: ResolvedConfig, rendezvous: Path):

@@ -15,7 +15,6 @@ RING_BYTES = 1 << 22
 # A message is cut into pieces of at most this size, so that a message may be larger than the ring.
 MAX_PIECE_BYTES = RING_BYTES // 4
 # A waiting reader sleeps IDLE_POLL_S between polls. A spinning reader does so only after the first SPIN_S of a wait.
-# While the ring is full, the writer sleeps WRITER_POLL_S between polls.
 SPIN_S = 0.2
 IDLE_POLL_S = 0.0005
 WRITER_POLL_S = 0.0001
@@ -54,8 +53,7 @@ _POSITION_STRIDE = _POSITION_BYTES // 8
 class PlanWriter:
     """Writes messages. Only one thread may write.
 
-    check_readers: called while the ring is full; raises an exception if a reader has ended, because a reader that has
-        ended never makes space.
+    check_readers: called while the ring is full; raises an exception if a reader has ended.
     """
 
     def __init__(self, positions: memoryview, data: memoryview, num_readers: int, check_readers: Callable[[], None]):
@@ -113,7 +111,7 @@ class PlanReader:
                 time.sleep(IDLE_POLL_S)
 
     def _read_piece(self) -> tuple[bytes, bool]:
-        """Copy the next piece. Returns the piece, and whether the message has more pieces."""
+        """Returns (next piece, whether the message has more pieces)."""
         begin = self._positions[self._own_index]
         payload_begin = begin + _PIECE_HEADER.size
         while True:

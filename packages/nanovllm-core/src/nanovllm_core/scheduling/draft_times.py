@@ -13,8 +13,7 @@ from nanovllm_core.scheduling.step_time import StepWork
 # Steps are measured for 1, 2, 4, ... requests. The measurement ends after a step that takes longer than this with
 # drafts or with proposals.
 _MAX_MEASURED_STEP_S = 0.05
-# Minimum time of all drafts of a step, as a share of the step's time. Noise may make the measured time 0. Corrections
-# multiply the time, so the time would remain 0.
+# Minimum time of all drafts of a step, as a share of the step's time. Noise may make the measured time 0.
 _MIN_DRAFTS_SHARE = 0.02
 # Maximum number of late entries (see `StepPlan.late_draft_entries`) whose time is measured.
 _MAX_LATE_ENTRIES = 64
@@ -23,8 +22,7 @@ _STEP_WEIGHT = 0.1
 _MIN_RATIO, _MAX_RATIO = 0.25, 4.0
 # A step corrects the times of drafts and proposals only if their predicted time is at least this share of `step_s`.
 _MIN_EXTRA_SHARE = 0.01
-# The times of drafts and proposals have a correction factor. Each step without drafts and proposals moves the factor
-# closer to 1: the distance from 1 shrinks by this share.
+# Share by which each step without drafts and proposals moves the correction factor of their times closer to 1.
 _EXTRA_DECAY = 0.01
 
 
@@ -76,10 +74,9 @@ class DraftTimes:
     def __init__(self, measured: Sequence[DecodeTimes] = (), late_pass_s: float = 0.0, late_entry_s: float = 0.0):
         self.late_pass_s, self.late_entry_s = late_pass_s, late_entry_s
         num_requests, *columns = zip(*(measured or (DecodeTimes(1, 0.0, 0.0, 0.0),)), strict=True)
-        # Interpolated times for 1, 2, 3, ... requests, because each step needs some of them.
+        # Interpolated times for 1, 2, 3, ... requests.
         counts = np.arange(1, num_requests[-1] + 1)
         self._times = [*zip(*(np.interp(counts, num_requests, column).tolist() for column in columns), strict=True)]
-        # Moving averages of (measured time / predicted time).
         self._step_ratio = self._extra_ratio = 1.0
 
     def predict(self, num_requests: int, context_s: float = 0.0) -> DecodeTimes:

@@ -53,7 +53,6 @@ class RequestLifecycle:
 
     A preempted or finished request is unreleased while a step or a load in flight still uses its row and blocks.
     caches: the cache of each group of requests (see `Scheduler`).
-    can_drafts_lag: see `Proposer.can_lag`.
     """
 
     def __init__(self, caches: Sequence[CacheManager], rows: RowTable, *, can_drafts_lag: bool):
@@ -64,9 +63,8 @@ class RequestLifecycle:
         self.counters = SchedulerCounters()
         self.num_finished_unreleased = 0
         self.num_preempted_unreleased = 0
-        # Loads of prefixes that are in flight, by request key.
         self._loads: dict[int, PrefixLoad] = {}
-        # Requests whose load has ended, and which have not started yet, by request key.
+        # Requests whose load has ended and that have not started yet.
         self.loaded: dict[int, LoadedRequest] = {}
         self._unfinished_by_key: dict[int, RequestState] = {}
 
@@ -113,10 +111,7 @@ class RequestLifecycle:
         return True
 
     def start(self, request: RequestState, group: int, num_cached_tokens: int) -> None:
-        """Give a row of `group` to a request that waits or has loaded.
-
-        num_cached_tokens: result of `CacheManager.admit`.
-        """
+        """Give a row of `group` to a request that waits or has loaded."""
         cache = self.caches[group]
         if self.loaded.pop(request.key, None) is None:
             self.waiting.remove(request)

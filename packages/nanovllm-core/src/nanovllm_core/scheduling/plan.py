@@ -20,8 +20,7 @@ RowIndices = NDArray[np.int64]
 class BatchShape(NamedTuple):
     """The shape of a step's batch.
 
-    num_reqs: number of requests in the group with the most requests (see `Scheduler`).
-    num_tokens: number of tokens in the group with the most tokens.
+    num_reqs, num_tokens: maximum numbers of requests and of tokens of a group (see `Scheduler`).
     query_len: number of tokens per request; None if this number differs between requests, or if the step has drafts.
     has_only_whole_prompts: whether the step has prompts, and each chunk of several tokens starts at position 0.
     has_drafts: whether the step consists of decodes with drafts. A request's tokens after the first are then drafts,
@@ -85,7 +84,6 @@ class NewRow:
     """A request that gets a row.
 
     token_ids: the prompt, and after a preemption also the existing output.
-    prediction_ids: see `Request.prediction_ids`.
     """
 
     row: int

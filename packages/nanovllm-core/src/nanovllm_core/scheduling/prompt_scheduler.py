@@ -50,7 +50,7 @@ class _Candidate(NamedTuple):
 
     start: number of computed tokens; for a waiting request, the estimated number of cached tokens in the group with
         the most cached tokens.
-    end: number of tokens of the prompt.
+    end: number of tokens of the prompt; after a preemption, also of the existing output.
     """
 
     request: RequestState
@@ -80,11 +80,7 @@ class PromptScheduler:
         self._num_unfair_steps = 0
 
     def schedule(self, decode_works: Sequence[StepWork], prompts: ScheduledPrompts, *, may_admit: bool) -> None:
-        """Add chunks to `prompts`.
-
-        decode_works: the work of each group's decodes.
-        may_admit: whether waiting requests may start.
-        """
+        """Add chunks to `prompts`. decode_works: the work of each group's decodes."""
         candidates = self._running_candidates()
         if may_admit:
             candidates += self._loaded_candidates()
@@ -203,7 +199,7 @@ class PromptScheduler:
         self._num_candidate_searches += 1
         if self._num_candidate_searches % RETRY_INTERVAL_SEARCHES == 0:
             self._needed_blocks_by_key.clear()
-        # If a request's number of cached tokens has changed, forget its number of needed blocks, which has changed too.
+        # Forget the numbers of needed blocks of requests whose number of cached tokens has changed.
         self._needed_blocks_by_key = {
             key: num_blocks
             for key, num_blocks in self._needed_blocks_by_key.items()

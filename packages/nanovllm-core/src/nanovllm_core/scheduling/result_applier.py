@@ -18,7 +18,6 @@ COMMIT_INTERVAL_TOKENS = 64
 class NewTokens(NamedTuple):
     """The new tokens of a step's unfinished requests.
 
-    columns: the requests, and their rows, keys and lists of output tokens.
     tokens: int32 [m], all tokens of the first request, then all tokens of the second request, and so on.
     num_tokens: int64 [n], number of tokens of each request.
     """
@@ -39,10 +38,7 @@ class ResultApplier:
         self._block_size = lifecycle.caches[0].block_size
 
     def apply(self, step: ScheduledStep, results: StepResults) -> StepOutputs:
-        """Apply the results of a finished step and return its outputs.
-
-        Call in the order in which steps were scheduled.
-        """
+        """Apply a finished step's results, and return its outputs. Call in the order in which steps were scheduled."""
         rows, scheduled = self._rows, step.plan.scheduled
         rows.num_steps_in_flight[scheduled.rows] -= 1
         draft_totals: list[DraftTotals] = []
@@ -171,10 +167,7 @@ class ResultApplier:
     def _append_tokens(
         self, new_tokens: NewTokens, stopped_indices: NDArray[np.int64]
     ) -> tuple[list[RequestStart], list[RequestFinish]]:
-        """Append the tokens to the requests. Returns requests that got their first token, and finished requests.
-
-        stopped_indices: indices of the requests whose last token is a stop token.
-        """
+        """Append the tokens to the requests. stopped_indices: requests whose last token is a stop token."""
         rows, ((row_indices, requests, keys, output_ids), tokens, num_tokens) = self._rows, new_tokens
         token_list = tokens.tolist()
         if len(token_list) == len(output_ids):

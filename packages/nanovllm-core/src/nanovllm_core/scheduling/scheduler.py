@@ -172,10 +172,7 @@ class Scheduler:
             self.draft_planner.observe_time(step.plan.shape.num_reqs, step.work, seconds)
 
     def complete(self, step: ScheduledStep, results: StepResults) -> StepOutputs:
-        """Apply the results of a finished step, and return its outputs.
-
-        Call in the order in which steps were scheduled.
-        """
+        """Apply a finished step's results, and return its outputs. Call in the order in which steps were scheduled."""
         return self._result_applier.apply(step, results)
 
     def _schedule_decodes(self, new_blocks: NewBlocks) -> RowIndices:
@@ -227,7 +224,6 @@ class Scheduler:
         """
         rows = self.rows
         capacity = rows.capacity[decode_rows]
-        # The last output token is not computed, so it needs no place in a block.
         needs_more = capacity < rows.max_total_tokens[decode_rows] - 1
         return decode_rows[needs_more & (capacity - rows.num_tokens[decode_rows] < self.caches[0].block_size)]
 
@@ -291,7 +287,6 @@ class Scheduler:
     ) -> ScheduledStep:
         """Make the step. Updates `rows` as if the step had already computed and sampled its tokens.
 
-        decode_works: work of each group's decodes, without drafts.
         num_drafts: number of drafts of each of `decode_rows`; None for a step without drafts.
         """
         rows = self.rows

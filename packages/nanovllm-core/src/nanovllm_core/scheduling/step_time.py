@@ -11,8 +11,7 @@ from nanovllm_kernels.attention import attention_pairs
 
 # Each new observation multiplies the weights of earlier observations of its kind (prompts or decodes) by this factor.
 _OBSERVATION_DECAY = 0.99
-# Weight of decode steps in the fit. The weight is low because predictions mostly serve to choose the lengths of prompt
-# chunks.
+# Weight of decode steps in the fit: low, because predictions mostly serve to choose the lengths of prompt chunks.
 _DECODE_WEIGHT = 0.25
 # The fit uses every eighth decode step, because consecutive decode steps are alike. Steps that propose drafts are
 # counted separately, because they may be rare.
@@ -72,7 +71,6 @@ def calibrate(
     """Measure a few steps before the first request, and fit `model` to the measurements.
 
     measure_step: (tokens of a chunk, cached tokens before the chunk) -> seconds of a step with this chunk.
-    max_num_tokens: maximum number of tokens of a step.
     """
     num_tokens = 1
     for num_tokens in _CALIBRATION_CHUNK_TOKENS:
@@ -147,7 +145,7 @@ class StepTimeModel:
         self.mean_error, self.mean_excess = 0.0, expected_excess
 
     def observe(self, work: StepWork, seconds: float) -> None:
-        """Add a finished step to the fit. work: the step's work. seconds: the step's time."""
+        """Add a finished step to the fit."""
         if seconds > 0:
             (self._observe_prompts if work.prompt_pairs else self._observe_decodes)(work, seconds)
 

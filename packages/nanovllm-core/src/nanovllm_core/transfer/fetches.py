@@ -59,11 +59,10 @@ class PrefixFetch:
     compute_s: predicted time in which this engine would compute these tokens.
     epoch: value of `HostTier.epoch` when the fetch began.
     begin_s, end_s: times of `time.perf_counter`.
-    arrived_positions: indices in `entries` of the entries that are now in their slots.
-    positions_with_draft_entries: indices of the entries that include the draft model's entries.
-    copying_positions: indices of the entries whose copies are in progress.
-    late_positions: indices of the entries whose copies were in progress when the fetch ended. Their slots are held
-        until the copies end.
+    arrived_positions: indices in `entries`, as in all sets of positions.
+    positions_with_draft_entries: entries that include the draft model's entries.
+    late_positions: entries whose copies were in progress when the fetch ended. Their slots are held until the copies
+        end.
     peer_s: seconds that the peer needed.
     """
 
@@ -91,11 +90,7 @@ class PrefixFetch:
 
 @dataclass(slots=True)
 class FetchCounters:
-    """Totals since the engine started.
-
-    outcomes: number of requests by outcome.
-    num_tokens, num_bytes: numbers of fetched tokens and bytes. wait_s: total seconds for which requests waited.
-    """
+    """Totals since the engine started: requests by outcome, fetched tokens and bytes, seconds that requests waited."""
 
     outcomes: dict[FetchOutcome, int] = field(default_factory=lambda: dict.fromkeys(FetchOutcome, 0))
     num_tokens: int = 0

@@ -21,8 +21,7 @@ FIRST_REQUEST_KEY = 1 << 62
 # A fetch holds at most MAX_HELD_BYTES, and at most MAX_HELD_SHARE of the host memory. It may always hold one entry.
 MAX_HELD_BYTES = 256 << 20
 MAX_HELD_SHARE = 1 / 8
-# Maximum bytes of the entries in one update. One thread hashes an update, and one thread of the client copies the
-# update. A large fetch has several updates, so that several threads can work on it.
+# Maximum bytes of the entries in one update. Several threads hash and copy the updates of a large fetch.
 MAX_UPDATE_BYTES = 16 << 20
 MAX_LEASES = 256  # further fetches find no entries
 
@@ -47,8 +46,6 @@ class _Lease:
 
     request: computes the prompt; None if nothing is computed.
     num_missing: number of entries that the client does not get.
-    has_announced_end: whether `poll` has announced the last entry.
-    slot_by_position: the slots that the lease holds.
     """
 
     fetch: Fetch

@@ -62,7 +62,6 @@ class RemoteMemory(msgspec.Struct, frozen=True):
 
     pid, descriptor: process and file descriptor of the memory. marker: bytes in the memory at `marker_offset`, which
         prove that a mapping shows this memory.
-    num_bytes: size of the memory.
     offsets: by kind, the number of bytes before the first slot.
     address: address of the memory in the server's process.
     nixl_metadata: metadata of the server's NIXL agent; empty without NIXL.

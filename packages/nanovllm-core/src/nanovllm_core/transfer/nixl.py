@@ -20,10 +20,7 @@ class CopyInProgressError(Exception):
 
 
 class NixlAgent:
-    """A NIXL agent that has registered one memory. Threads may share an agent.
-
-    address, num_bytes: the memory.
-    """
+    """A NIXL agent that has registered `num_bytes` bytes of memory at `address`. Threads may share an agent."""
 
     def __init__(self, api: ModuleType, address: int, num_bytes: int):
         # In this mode, several threads may use the agent. NIXL's progress thread is off: it would always occupy a core.
@@ -70,10 +67,7 @@ class NixlAgent:
 
 
 def start_nixl(address: int, num_bytes: int, *, is_required: bool) -> NixlAgent | None:
-    """An agent for a memory; None if NIXL is not installed or can't be used.
-
-    is_required: raise ConfigError instead of returning None.
-    """
+    """An agent for a memory; None if NIXL can't be used. Raises ConfigError instead if `is_required`."""
     for package in _PACKAGES:
         try:
             api = importlib.import_module(f"{package}._api")

@@ -51,7 +51,6 @@ class _OpenFetch:
     """A fetch that has not ended. heard_s: when the peer mentioned the fetch for the last time.
 
     num_sent: number of entries that the peer sends; None until FetchEnd arrives.
-    failed_positions: positions of entries whose copies have failed.
     """
 
     fetch: PrefixFetch
@@ -63,7 +62,6 @@ class _OpenFetch:
 class PeerConnection:
     """The connection to one engine. is_ready: whether fetches can start. Any thread may read `is_ready`.
 
-    on_end: called when a fetch has ended.
     on_late_copies: called when copies end after the end of their fetch.
     """
 

@@ -55,10 +55,7 @@ RunOnEngineThread = Callable[[Callable[[], object]], None]
 
 @dataclass(slots=True, eq=False)
 class _ClientLease:
-    """The lease of a client's fetch. number: see `LeaseTable`. expiry_s: value of `time.monotonic` when the lease ends.
-
-    carrier: see `Fetch.carrier`.
-    """
+    """The lease of a client's fetch. expiry_s: value of `time.monotonic` when the lease ends."""
 
     number: int
     client: bytes
@@ -72,7 +69,6 @@ class PrefixServer:
     """The server for other engines. Call methods on the event loop's thread, except `publish`.
 
     address: HOST:PORT or ipc:///PATH to bind. Raises ConfigError if this is impossible.
-    identity: see `Hello.identity`.
     """
 
     def __init__(
@@ -94,7 +90,7 @@ class PrefixServer:
         self._run_on_engine_thread = run_on_engine_thread
         self._memory_description = _describe_memory(memory, agent)
         self._executor = ThreadPoolExecutor(NUM_CHECKSUM_THREADS, "nanovllm-checksums")
-        # Both dicts hold all leases. The keys of the first are pairs (client, key of the fetch).
+        # Both dicts hold all leases.
         self._lease_by_client_and_key: dict[tuple[bytes, int], _ClientLease] = {}
         self._lease_by_number: dict[int, _ClientLease] = {}
         self._lease_numbers = itertools.count()

@@ -36,10 +36,7 @@ class TransferKeys:
 
 
 def read_transfer_secret(path: Path) -> TransferKeys:
-    """Read and check the secret.
-
-    Raises ConfigError if the file can't be read, is too short, or is accessible to other users.
-    """
+    """Read the secret. Raises ConfigError if the file is unreadable, too short, or accessible to other users."""
     try:
         secret, mode = path.read_bytes(), path.stat().st_mode
     except OSError as error:

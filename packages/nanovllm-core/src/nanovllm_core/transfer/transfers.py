@@ -21,11 +21,7 @@ from nanovllm_core.transfer.secret import TransferKeys
 
 
 class TransferStats(NamedTuple):
-    """Statistics of transfers since the engine started.
-
-    fetched: totals of this engine's fetches.
-    num_served_bytes: bytes that other engines have fetched. num_leases: number of open leases.
-    """
+    """Statistics of transfers since the engine started. num_served_bytes: bytes that other engines have fetched."""
 
     fetched: FetchCounters
     num_served_bytes: int

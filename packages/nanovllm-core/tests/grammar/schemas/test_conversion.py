@@ -225,7 +225,7 @@ def test_unsupported_schema_names_place_and_keyword(schema, place, keyword):
 
 @pytest.fixture
 def steps(monkeypatch) -> list[int]:
-    """The arguments of all calls of `count_steps`. Unlike times, these numbers do not depend on the machine's load."""
+    """Arguments of all calls of `count_steps`. Unlike times, they do not depend on the machine's load."""
     counted: list[int] = []
     count_steps = ShapeResolver.count_steps
 

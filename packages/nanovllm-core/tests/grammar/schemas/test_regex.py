@@ -75,7 +75,7 @@ def permits(grammar: xgrammar.Grammar, text: str) -> bool:
 
 
 def accepts_bytes(grammar: xgrammar.Grammar, text: bytes) -> bool:
-    """Whether the grammar accepts bytes, which need not be UTF-8."""
+    """Unlike `permits`, takes bytes that need not be UTF-8."""
     vocabulary = xgrammar.TokenizerInfo([bytes((byte,)) for byte in range(256)], stop_token_ids=[])
     matcher = xgrammar.GrammarMatcher(
         xgrammar.GrammarCompiler(vocabulary).compile_grammar(grammar), terminate_without_stop_token=True

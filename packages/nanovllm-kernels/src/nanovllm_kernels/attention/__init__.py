@@ -1,7 +1,6 @@
-"""Computes attention over a paged cache, for steps with decodes, prefill chunks or both.
+"""Attention over a paged cache, for steps with decodes, prefill chunks or both.
 
-This package exports grouped-query attention, and `AttentionEstimator`, which estimates the attention time of prompts.
-`mla` exports latent attention.
+This package exports grouped-query attention. `mla` exports latent attention.
 """
 
 from nanovllm_kernels.attention.gqa import (

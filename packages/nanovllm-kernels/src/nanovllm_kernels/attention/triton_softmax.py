@@ -68,10 +68,7 @@ def floor_to_power_of_2(numbers):
 
 @triton.jit
 def load_page_numbers(table_ptr, key_positions, end, PAGE_SIZE: tl.constexpr, MASKED: tl.constexpr):
-    """Load the page numbers (int64) of key positions from a request's row of the block table.
-
-    MASKED: return 0 for positions >= `end`.
-    """
+    """Load page numbers (int64) of key positions from a row of the block table. MASKED: 0 for positions >= `end`."""
     if MASKED:
         pages = tl.load(table_ptr + key_positions // PAGE_SIZE, mask=key_positions < end, other=0)
     else:

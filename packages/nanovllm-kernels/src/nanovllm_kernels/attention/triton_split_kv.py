@@ -1,8 +1,7 @@
 """Reads work lists, stores results of tiles, and merges the partial results of a tile.
 
-A tile is a block of queries, which attends to a number of blocks of keys. A work list joins the blocks of keys of all
-tiles into one sequence, and cuts this sequence into equal parts, so that a tile may span several parts. One program
-computes one part. Split-KV attention merges partial results in the same way (Dao et al. 2023).
+`WorkList` defines tiles, blocks of keys and parts. A tile may span several parts. One program computes one part.
+Split-KV attention merges partial results in the same way (Dao et al. 2023).
 """
 
 from typing import NamedTuple
@@ -17,7 +16,7 @@ from nanovllm_kernels.attention.plan import tile_configs
 from nanovllm_kernels.attention.plan.work_list import WorkList
 from nanovllm_kernels.platform import can_overlap_launches
 
-# Approximate maximum number of programs in a merge launch. The device can run about this many programs at once.
+# Approximate maximum number of programs in a merge launch: about as many as the device runs at once.
 MERGE_PROGRAMS = 2048
 # Elements of partial results that one program of a merge launch loads at once.
 MERGE_ELEMENTS = 4096
@@ -60,8 +59,7 @@ def merge_parts(
         return
     _, num_head_blocks, num_rows, head_dim = partial.out.shape
     padded_dim = tile_configs.next_power_of_2(head_dim)
-    # A program merges `merged_slots` slots of `merged_rows` rows at once. A tile of many rows spans few parts, so few
-    # slots suffice.
+    # Slots and rows that a program merges at once. A tile of many rows spans few parts, so few slots suffice.
     merged_slots = max(16, MERGE_ELEMENTS // padded_dim) if num_rows <= 64 else 4
     merged_rows = max(1, MERGE_ELEMENTS // merged_slots // padded_dim)
     row_programs = max(1, min(num_rows // merged_rows, MERGE_PROGRAMS // ((num_parts - 1) * num_head_blocks)))
@@ -184,8 +182,8 @@ def _merge_parts(
     BLOCK_M: rows of a tile. OVERLAP: whether this launch may start before the previous kernel ends (PDL).
     """
     if OVERLAP:
-        # Do not call gdc_launch_dependents. This kernel may start during attention. The next kernel could then start
-        # too, and its loads of weights would slow down attention.
+        # Do not call gdc_launch_dependents: the next kernel could then start during attention, and its loads of weights
+        # would slow down attention.
         gdc_wait()
     cut = tl.program_id(0) + 1
     cut_block = tl.load(parts_ptr + 2 * cut)

@@ -2,10 +2,9 @@
 
     python -m nanovllm_kernels.benchmarks [--json FILE] [--only WORD]
 
-A figure consists of a kernel's median time per call, and of its rate in bytes or operations per second. The median
-is over replays of a CUDA graph. A graph calls the kernel on several copies of the inputs, which together exceed the L2
-cache. Bytes and operations are the minimum that the result requires. Data that a kernel reads twice counts once.
-Inputs are random.
+A figure is a kernel's median time per call, and its rate. The median is over replays of a CUDA graph, which calls the
+kernel on several copies of random inputs. The copies together exceed the L2 cache. Bytes and operations are the minimum
+that the result requires.
 """
 
 import argparse

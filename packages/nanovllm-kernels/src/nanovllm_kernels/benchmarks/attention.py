@@ -1,7 +1,7 @@
 """Benchmark cases of paged attention, for decodes and for prompts: grouped-query and latent (MLA) attention.
 
-A case's rate is its cost per second. The cost is bytes of the cache for most decodes. The cost is operations for
-prompts, and for latent decodes with many heads.
+The cost of a case is bytes of the cache for most decodes. For prompts, and for latent decodes with many heads, the cost
+is operations.
 """
 
 from collections.abc import Callable, Iterator

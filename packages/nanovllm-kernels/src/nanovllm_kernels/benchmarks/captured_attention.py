@@ -1,7 +1,6 @@
 """Benchmark cases of attention in steps captured as CUDA graphs. The host knows only upper bounds on the lengths.
 
-The cost of an attention case is its number of operations. If the case's name contains "by bytes", the cost is the
-number of bytes of cached tokens.
+The cost of an attention case is operations, or bytes of cached tokens if the case's name contains "by bytes".
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +18,7 @@ from nanovllm_kernels.benchmarks.inputs import HEAD_DIM, NUM_HEADS, NUM_KV_HEADS
 from nanovllm_kernels.benchmarks.timing import COLD_BYTES, BenchmarkCase
 from nanovllm_kernels.platform import has_cute, has_flash_attention
 
-# The longest request that the engine accepts, in tokens. It determines the width of block tables.
+# Maximum number of tokens of a request. Determines the width of block tables.
 MAX_SEQ_LEN = 131_072
 PAGE_SIZE = TMA_PAGE_SIZE  # Tokens per page. The GPU's bulk copy engine (TMA) copies pages of this size.
 # Numbers of query heads and of key-value heads in Qwen3-0.6B.
@@ -130,10 +129,7 @@ def captured_latent_chunk_case(length: int, context: int, num_heads: int) -> Ben
 
 
 def work_list_planning_case(requests: Sequence[RequestLengths], num_table_rows: int, num_tokens: int) -> BenchmarkCase:
-    """Make a case of the kernel that cuts attention work into equal parts (`WorkList`).
-
-    The cost is the number of bytes of the input: two int32 numbers for each of `num_table_rows` requests.
-    """
+    """Make a case of planning a `WorkList`. The cost is the bytes of the input: two int32 numbers per table row."""
     from nanovllm_kernels.attention.plan import tile_configs
 
     config = tile_configs.gqa_tile_config(HEAD_DIM, 2, NUM_HEADS // NUM_KV_HEADS, many_queries=True)

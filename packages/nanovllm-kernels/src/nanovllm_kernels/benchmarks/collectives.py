@@ -28,8 +28,8 @@ from nanovllm_kernels.platform import describe_device, has_cuda
 
 ROW_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
 HIDDEN_SIZES = (4096, 8192)
-# Calls in a graph, copies of the inputs, and timed replays. A graph has many calls, because ranks start a replay at
-# different times: this difference then adds little to the time per call.
+# Calls in a graph, copies of the inputs, and timed replays. Ranks start a replay at different times: with many calls,
+# this difference adds little to the time per call.
 NUM_CALLS, NUM_COPIES, NUM_REPLAYS = 320, 16, 11
 UNLIMITED = 1 << 40
 # For each column of the output: maximum number of bytes for the one-shot kernels, and for the two-shot kernels.

@@ -94,10 +94,7 @@ def linear_cases(widths: ModelWidths, num_rows: int) -> Iterator[BenchmarkCase]:
 
 
 def block_fp8_cases(num_rows: int) -> Iterator[BenchmarkCase]:
-    """Yield cases of linear layers with the block FP8 weights of an 8B model and of DeepSeek-R1.
-
-    The measured calls also quantise the input of `num_rows` rows. One more case measures only this quantisation.
-    """
+    """Yield cases of block FP8 linear layers of an 8B model and of DeepSeek-R1, and of the input's quantisation."""
     for columns, width in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (2112, 7168), (7168, 2048)):
         has_few_rows = num_rows <= tiles.MAX_FP8_ROWS
         cost, unit = (columns * width, "TB/s") if has_few_rows else (2 * num_rows * columns * width, "TFLOP/s")

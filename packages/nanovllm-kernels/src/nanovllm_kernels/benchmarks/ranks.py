@@ -29,7 +29,6 @@ def run_ranks(
     """
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     with tempfile.TemporaryDirectory() as directory:
-        # Ranks find each other through a file, and communicate over loopback.
         rendezvous = f"file://{Path(directory) / 'rendezvous'}"
         context = mp.spawn(_run_rank, (function, size, device_type, rendezvous, arguments), size, join=False)
         try:

@@ -1,6 +1,6 @@
 """Copies blocks of paged caches to rows of bytes, and back. A row holds one block of all layers' caches.
 
-The functions are not torch operators, because neither compiled code nor CUDA graphs contain these functions.
+The functions are not torch operators: compiled code and CUDA graphs never contain these functions.
 """
 
 import torch
@@ -13,10 +13,7 @@ __all__ = ["BlockParts", "gather_blocks", "scatter_blocks"]
 
 
 def gather_blocks(parts: BlockParts, blocks: Tensor, rows: Tensor) -> None:
-    """Copy block number blocks[i] of every cache to rows[i].
-
-    blocks: int64 [n]. rows: uint8 [n, row_bytes], contiguous.
-    """
+    """Copy block number blocks[i] (int64 [n]) of every cache to rows[i] (contiguous uint8 [n, row_bytes])."""
     _copy_blocks(parts, blocks, rows, writes_caches=False)
 
 

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-# A program of the kernel copies one chunk: at most this many contiguous words (see `BlockParts.word_dtype`) of a block
-# in one cache.
+# Maximum number of words (see `BlockParts.word_dtype`) in a chunk. One program of the kernel copies one chunk.
 CHUNK_WORDS = 2048
 _WORD_DTYPES = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
@@ -18,9 +17,8 @@ class BlockParts:
     caches: [num_blocks, ...] each, on one device, with contiguous blocks. Shapes and dtypes may differ.
     row_bytes: number of bytes of a row.
     word_dtype: dtype of words: the widest integer dtype, up to 8 bytes, in which all parts of blocks can be copied.
-    chunks: int64 [n, 4], four numbers for each chunk of a block: the chunk's address in block 0, the distance
-        between consecutive blocks in words, the index of the chunk's first word in a row, and the chunk's number of
-        words. Empty on a CPU.
+    chunks: int64 [n, 4], (address in block 0, distance between consecutive blocks in words, index of the first word in
+        a row, number of words) of each chunk of a block. Empty on a CPU.
 
     Raises ValueError if the blocks of a cache are not contiguous.
     """

@@ -18,7 +18,7 @@ def copy_blocks(parts: BlockParts, chunks: Tensor, blocks: Tensor, rows: Tensor,
 
 @triton.jit
 def _copy_blocks(chunks_ptr, blocks_ptr, rows_ptr, row_stride, WRITES_CACHES: tl.constexpr, CHUNK_WORDS: tl.constexpr):
-    """Copy one chunk of one block. The chunks hold the caches' addresses, so one launch copies all caches."""
+    """Copy one chunk of one block."""
     row = tl.program_id(0).to(tl.int64)
     chunk_ptr = chunks_ptr + tl.program_id(1) * 4
     address, block_stride = tl.load(chunk_ptr), tl.load(chunk_ptr + 1)

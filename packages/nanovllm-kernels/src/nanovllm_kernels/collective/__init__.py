@@ -56,9 +56,7 @@ class Communicator:
     def all_reduce(self, x: Tensor) -> Tensor:
         """Overwrite `x` with the sum of the ranks' `x`, and return `x`.
 
-        NCCL, which computes large sums, rounds after each addition. NCCL's results also have the same bits on every
-        rank. With two ranks, the bits are equal because addition commutes. With more ranks, NCCL's rings and trees
-        compute each sum on one rank and copy the sum.
+        NCCL, which computes large sums, rounds after each addition. NCCL's sums also have the same bits on every rank.
 
         x: any shape; float32, bfloat16, float16, int32 or int64.
         """

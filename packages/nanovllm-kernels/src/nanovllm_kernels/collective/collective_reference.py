@@ -51,10 +51,7 @@ class TorchCollectives:
         return _sum_in_order(self._exchange_parts(x)).to(x.dtype)
 
     def exchange_columns(self, x: Tensor) -> Tensor:
-        """Send each rank its rows of `x` [n, c], which has this rank's columns of all rows.
-
-        Returns all columns of this rank's rows, [n / size, size * c].
-        """
+        """Return all columns [n / size, size * c] of this rank's rows. `x` [n, c] has this rank's columns of n rows."""
         return self._exchange_parts(x).transpose(0, 1).reshape(x.shape[0] // self.size, -1)
 
     def broadcast(self, x: Tensor, source: int) -> None:

@@ -12,9 +12,7 @@ from nanovllm_kernels.platform import can_overlap_launches
 
 
 def sum_all(peers: PeerMemory, x: Tensor, out: Tensor, launch: ExchangeLaunch, *, sends_parts: bool) -> None:
-    """Write the sum of all ranks' `x`, or of this rank's part of each `x`, to `out`.
-
-    Sums are computed in float32, in rank order.
+    """Write the sum of all ranks' `x` to `out`, computed in float32 and in rank order.
 
     x: contiguous; float32, bfloat16 or float16.
     sends_parts: True sums this rank's part of each `x` [size, ...]. False sums whole tensors; `out` may then be `x`.

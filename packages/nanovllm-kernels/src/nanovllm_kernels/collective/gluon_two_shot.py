@@ -15,10 +15,7 @@ from nanovllm_kernels.platform import can_overlap_launches
 
 
 def all_reduce(peers: PeerMemory, x: Tensor, launch: TwoShotLaunch) -> None:
-    """Overwrite `x` with the sum of the ranks' `x`, computed in float32 and in rank order.
-
-    x: contiguous; float32, bfloat16 or float16.
-    """
+    """Overwrite contiguous float32, bfloat16 or float16 `x` with the ranks' sum, in float32 and in rank order."""
     num_warps = launch.chunk_units // 32
     overlap = can_overlap_launches(x.device)  # programmatic dependent launch
     _all_reduce[(launch.num_programs,)](

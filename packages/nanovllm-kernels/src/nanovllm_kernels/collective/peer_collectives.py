@@ -110,10 +110,7 @@ class PeerCollectives:
         del self._peers
 
     def _concatenate(self, x: Tensor, out: Tensor, row_bytes: int, *, sends_parts: bool) -> bool:
-        """Concatenate rows of all ranks' `x`, or of this rank's part of each `x`, in a kernel.
-
-        Returns False if no kernel supports the tensors. Kernels copy words of 4 bytes.
-        """
+        """Concatenate rows of all ranks' `x`, or of this rank's parts. Return False if no kernel supports `x`."""
         is_exact = x.dtype not in FLOAT_DTYPES
         part_bytes = x.nbytes // (self.size if sends_parts else 1)
         launch = self._policy.choose_exchange(part_bytes * 2 if is_exact else part_bytes)

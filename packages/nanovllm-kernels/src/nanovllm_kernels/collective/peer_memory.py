@@ -13,14 +13,13 @@ class PeerMemory:
 
     A slot receives one unit of SLOT_BYTES bytes (see `gluon_peer_memory`). Program p of a kernel sends only to program
     p of each peer. A slot must be empty before a program sends to the slot again. The calls of a program therefore
-    alternate between two phases: calls k and k + 2 use the same slots. In its call k, a peer empties the slots
-    that the program filled in call k. Only then does the peer's call k + 1 send units. The program receives these units
-    before its own call k + 2 begins, so the slots are then empty.
+    alternate between two phases: calls k and k + 2 use the same slots. A peer's call k empties the slots that the
+    program filled in call k, before the peer's call k + 1 sends units. The program receives these units before its own
+    call k + 2, so the slots are then empty.
 
     size: number of ranks.
     addresses: int64 [size], the address of each rank's buffer.
-    phases: int32 [MAX_PROGRAMS], the phase of each program's next call. Device memory holds the phases, so that
-        graphs can replay calls.
+    phases: int32 [MAX_PROGRAMS], the phase of each program's next call. On the device, so that graphs can replay calls.
     num_programs: maximum number of programs of a kernel.
     region_bytes: total bytes of the slots that a program has per phase and sender.
     buffer: the owner of the mapped memory.

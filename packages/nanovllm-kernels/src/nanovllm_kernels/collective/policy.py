@@ -17,8 +17,7 @@ ONE_SHOT_MAX_SENT_BYTES = 1 << 20
 TWO_SHOT_MAX_BYTES = 8 << 20
 # Number of units that a program sends at once, one per thread. Programs of large tensors have more threads.
 CHUNK_UNITS, LARGE_CHUNK_UNITS = 256, 512
-# Maximum number of warps of a program that norms a row. If a row has more units than these warps have threads, each
-# thread handles several units.
+# Maximum number of warps of a program that norms a row.
 MAX_NORM_WARPS = 32
 # A region (a program's slots for one phase and one sender) holds at least a row of 8,192 float32.
 MIN_REGION_BYTES = 32 << 10
@@ -46,11 +45,7 @@ class TwoShotLaunch:
 
 @dataclass(frozen=True)
 class LaunchPolicy:
-    """Chooses the kernels' launches.
-
-    num_programs: maximum number of programs of a kernel.
-    region_bytes: total bytes of the slots that a program has per phase and sender.
-    """
+    """Chooses the kernels' launches. num_programs, region_bytes: see `PeerMemory`."""
 
     size: int  # number of ranks
     num_programs: int

@@ -19,8 +19,7 @@ class SymmetricBuffer:
     """One buffer per rank of a process group. The kernels of every rank can read and write all these buffers.
 
     memory: uint8 [num_bytes], this rank's buffer.
-    addresses: for each rank, the address at which this process sees the buffer of that rank. Valid as long as this
-        object exists.
+    addresses: the address of each rank's buffer in this process. Valid as long as this object exists.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, num_bytes: int) -> None:
@@ -32,7 +31,7 @@ class SymmetricBuffer:
         store = RenumberingStore(_get_process_group_store(group), group.rank())
         # The name is new, because torch would reuse the store of an earlier group of the same name.
         name = GroupName(f"nanovllm-{next(_rendezvous_numbers)}")
-        # torch does not keep a reference to the group. This variable keeps the group alive.
+        # This variable keeps the group alive, because torch does not keep a reference.
         exchange_group = dist.ProcessGroup(store, group.rank(), group.size())
         _register_process_group(name, exchange_group)
         try:
@@ -55,10 +54,7 @@ class RenumberingStore(Store):
     """
 
     def __init__(self, store: Store, rank: int) -> None:
-        """Begin a rendezvous. All ranks of a group begin its rendezvous in the same order.
-
-        store: store of the process group. rank: this process's rank in the group.
-        """
+        """Begin a rendezvous. All ranks of a group begin its rendezvous in the same order."""
         super().__init__()
         # Each rendezvous has its own prefix, because the store keeps the keys of the group's earlier rendezvous.
         rendezvous_number = store.add(f"nanovllm-symmetric-memory-rank-{rank}", 1)

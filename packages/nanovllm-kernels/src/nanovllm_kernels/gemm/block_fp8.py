@@ -34,10 +34,7 @@ COLUMNS_MULTIPLE = 16
 
 
 def empty_weight(num_rows: int, depth: int, block_rows: int, device: torch.device) -> BlockFP8Weight:
-    """Allocate a weight [num_rows, depth] with one scale per block of `block_rows` x 128.
-
-    Raises ValueError on a GPU without FP8.
-    """
+    """Allocate a weight with one scale per block of `block_rows` x 128. Raises ValueError on a GPU without FP8."""
     if device.type == "cuda" and not has_fp8():
         raise ValueError("block FP8 weights need a GPU that multiplies FP8: Ada, Hopper or newer")
     num_groups = -(-depth // GROUP)

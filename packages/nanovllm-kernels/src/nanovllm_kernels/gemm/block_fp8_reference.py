@@ -24,10 +24,7 @@ def quantize_groups(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _compute_scales(magnitudes: Tensor) -> tuple[Tensor, Tensor]:
-    """Return factors 448 / magnitude, and scales magnitude * (1 / 448).
-
-    magnitudes: the largest magnitude of each group or block.
-    """
+    """Return factors 448 / magnitude, and scales magnitude / 448. magnitudes: the maxima of groups or blocks."""
     magnitudes = magnitudes.clamp(min=fp8.MIN_GROUP_MAGNITUDE)
     # A tensor as dividend makes torch round once. With a scalar, torch would round twice.
     return torch.full_like(magnitudes, fp8.MAX_E4M3) / magnitudes, magnitudes * (1.0 / fp8.MAX_E4M3)

@@ -54,8 +54,7 @@ from nanovllm_kernels.numba_tiles import (
     _ADDS_TO_OUT,
 ) = range(14)
 _NUM_ARGS = 14
-# Maximum depth of a block (size of its range of K). Sums over K run block by block, so that one block of a float32
-# panel fits into the first-level cache.
+# Maximum depth of a block (size of its range of K). One block of a float32 panel fits into the first-level cache.
 MAX_BLOCK_DEPTH = 320
 # Maximum number of rows whose packed copies are in memory at once.
 MAX_PACKED_ROWS = 252

@@ -65,10 +65,7 @@ def project(
     *,
     gated: bool,
 ) -> None:
-    """Write `x` [M, K] times a weight, with bias, gate and residual, into `out` [M, N].
-
-    x_scales: scales of e4m3 `x`. None: the kernel quantises `x`.
-    """
+    """Write `x` [M, K] times a weight, with bias, gate and residual, into `out`. x_scales: None to quantise `x`."""
     num_rows, depth = x.shape
     num_columns = out.shape[1]
     column_tiles, row_tiles = triton.cdiv(num_columns, config.block_n), triton.cdiv(num_rows, config.block_m)

@@ -17,10 +17,7 @@ from nanovllm_kernels.platform import can_overlap_launches
 def project_split_k(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, counters: Tensor, out: Tensor
 ) -> None:
-    """Multiply `x` [M, K] by `weight` [N, K], add `bias` and `residual`, and write `out` [M, N].
-
-    counters: int32, one per output tile, 0 between launches.
-    """
+    """Multiply `x` [M, K] by `weight` [N, K], add `bias` and `residual`, and write `out` [M, N]."""
     num_rows, depth = x.shape
     num_columns = out.shape[1]
     config = split_config(num_rows)
@@ -91,7 +88,6 @@ def _project_split_k(
 ):
     """Sum one of NUM_SPLITS parts of K for one tile. The last program to finish a tile writes the output."""
     split_depth: tl.constexpr = K // NUM_SPLITS  # size of a part of K
-    # Weight elements per cache line.
     line_elements: tl.constexpr = 128 // (weight_ptr.dtype.element_ty.primitive_bitwidth // 8)
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)

@@ -17,11 +17,7 @@ from nanovllm_kernels.linear_attention.token_reference import apply_tokens, comp
 
 
 def plan_draft_decodes(query_lens: list[int], num_pending: Tensor) -> DraftPlan:
-    """Plan the decodes of a step.
-
-    query_lens: number of tokens of each decode, at least 1.
-    num_pending: int [n], number of pending tokens of each decode.
-    """
+    """Plan the decodes of a step. query_lens: tokens of each decode, at least 1. num_pending: int [n]."""
     lens = num_pending.new_tensor(query_lens, dtype=torch.long)
     decodes = torch.arange(len(lens), device=lens.device)
     first_rows = lens.cumsum(0) - lens
@@ -44,10 +40,7 @@ def decode(
     plan: TorchPlan,
     drafts: DraftPlan,
 ) -> Tensor:
-    """Compute the outputs of all decodes, float32 [t, Hv, Dv], and update their caches.
-
-    The caller applies the output norm and the output gate.
-
+    """Compute the outputs of all decodes before norm and gate, float32 [t, Hv, Dv], and update the decodes' caches.
     inputs: [t, C + 2 Hv], the rows to store in `conv_states` for the t tokens of all decodes.
     """
     window_inputs = _store_inputs(inputs, sizes, conv_states, plan, drafts)

@@ -81,9 +81,7 @@ def conv_state_shape(num_taps: int, num_channels: int, num_v_heads: int, max_dra
 class Prefill(NamedTuple):
     """Holds a request with several tokens in the step, for the plain torch path.
 
-    first_row: index of the request's first token in the step.
-    end_row: index after the request's last token in the step.
-    slot: the request's state slot.
+    first_row, end_row: range of the request's tokens in the step.
     first_position: position of the token at `first_row`.
     checkpoints: pairs (position, slot) of states to save within this step.
     """
@@ -150,10 +148,7 @@ class TorchPlan(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StateBatch:
-    """Holds a step's requests for recurrent layers. The package's `plan_states` describes the fields.
-
-    torch_plan: plan of the plain torch path. None for the backend "triton".
-    """
+    """Holds a step's requests for recurrent layers, from the package's `plan_states`. torch_plan: None for "triton"."""
 
     slots: Tensor
     checkpoints: Tensor

@@ -119,10 +119,7 @@ def _decode(
     conv_states: Tensor,
     plan: TorchPlan,
 ) -> Tensor:
-    """Compute the outputs of all decodes, float32 [t, Hv, Dv], and update their caches.
-
-    The caller applies the output norm and the output gate.
-    """
+    """Compute the outputs of all decodes before norm and gate, float32 [t, Hv, Dv], and update the decodes' caches."""
     if plan.drafts is not None:
         num_tokens = len(plan.drafts.token_decodes)
         rows = torch.cat((inputs[:num_tokens], ba[:num_tokens].to(conv_states.dtype)), 1)

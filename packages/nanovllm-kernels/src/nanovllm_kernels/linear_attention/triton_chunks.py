@@ -28,8 +28,7 @@ class ChunkTensors(NamedTuple):
 
     All tensors except `cumulative_log_decays` have the dtype of the projections.
     convolved: [T, C], convolved queries, keys and values.
-    wy_keys: [T, Hv, Dk], keys of the WY form.
-    wy_values: [T, Hv, Dv], values of the WY form.
+    wy_keys, wy_values: [T, Hv, Dk] and [T, Hv, Dv], keys and values of the WY form.
     scores: [T, Hv, CHECKPOINT_INTERVAL], products of a token's query and each key of its chunk, times the decay from
         the key's token to the query's token.
     cumulative_log_decays: float32 [T, Hv], logarithm of the decay since the chunk's beginning.

@@ -1,9 +1,8 @@
 """Computes Gated DeltaNet for requests with one token, on CUDA: convolution, recurrence and gated norm in one kernel.
 
-A program updates the state of one value head of one request. Each program convolves the query and key of its key head,
-even if several value heads share the key head. The convolution state is a ring of NUM_TAPS rows, one per token. The
-program of a key head's first value head stores the new query and key inputs. New inputs replace the oldest row, which
-the convolution no longer reads.
+A program updates the state of one value head of one request, and convolves the query and key of its key head. The
+convolution state is a ring of NUM_TAPS rows, one per token. The program of a key head's first value head stores the new
+query and key inputs. New inputs replace the oldest row, which the convolution no longer reads.
 """
 
 import triton

@@ -117,8 +117,7 @@ def _prepare_token(
     RING_ROWS: tl.constexpr,
     RING_WIDTH: tl.constexpr,
 ):
-    """Return the delta rule's inputs at `position`: query, key, value, decay, beta, and the dot product of
-    key and query.
+    """Return the delta rule's inputs at `position`: query, key, value, decay, beta, product of key and query.
 
     qkvz_ptr, ba_ptr: the row at `first_position`. ring_ptr: the request's slot of `conv_states`.
     """
@@ -467,8 +466,8 @@ def _decode_requests(
                 is_row = (block * BLOCK_V + rows < V_DIM) & (position >= first_position)
                 tl.store(raw_ptrs, block_out, mask=is_row)
                 state = rounded.to(tl.float32)
-    # Below, this program's threads read results of other threads. Both branches above store their results in memory,
-    # and the norm loads them from there. Therefore it adds squares in the same order after either branch.
+    # The norm below reads results of other threads. The norm loads all results from memory, so that the order of its
+    # sums does not depend on the branch above.
     tl.debug_barrier()
     for index in range(num_tokens):
         out = tl.load(raw_out_ptr + index * (HEADS * V_DIM) + dims, mask=dim_mask, other=0.0)

@@ -1,8 +1,7 @@
 """Computes Gated DeltaNet for requests with several tokens on CUDA.
 
 `triton_chunks` first computes everything that does not depend on the states. After that, each program processes one
-request's chunks in order, for one value head and one block of value dimensions, with the state in registers. A chunk is
-CHUNK positions of one prompt.
+request's chunks in order, for one value head and one block of value dimensions, with the state in registers.
 """
 
 import triton

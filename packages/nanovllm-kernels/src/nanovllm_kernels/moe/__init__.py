@@ -25,9 +25,8 @@ def pack_experts(
 ) -> PackedExperts:
     """Prepare this rank's E experts with hidden size H and intermediate size I for `fused_experts`, without a copy.
 
-    With expert parallelism, each rank stores the experts of one range of ids, and each id is in the range of one rank.
-    The shared expert that `route` adds has the last id. Therefore only the rank with the last range stores and computes
-    the shared expert, as its last expert.
+    With expert parallelism, each rank has the experts of one range of ids. The shared expert that `route` adds has the
+    last id, so only the rank with the last range stores and computes the shared expert.
 
     w13: [E, 2 I, H], contiguous. Each expert has I rows of the gate, followed by I rows of the up projection.
     w2: [E, H, I], contiguous. The down projection.

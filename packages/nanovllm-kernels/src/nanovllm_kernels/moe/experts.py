@@ -32,13 +32,9 @@ class Routing:
 class PackedExperts(NamedTuple):
     """Weights of this rank's E experts with hidden size H and intermediate size I, from `pack_experts`.
 
-    w13: [E, 2 I, H], the gate and the up projection.
-    w2: [E, H, I], the down projection.
-    scales13: scales of e4m3 `w13`, else None. scales2: scales of e4m3 `w2`, else None.
     counters: int32, number of finished programs of each column tile. The last program of a tile resets the tile's
         counter to 0. Concurrent launches must not share counters. None on a CPU.
-    first_id: id of the first expert. The rank's experts have the ids from `first_id` to `first_id + E - 1`.
-    num_all_experts: number of experts of all ranks.
+    Other fields: see `pack_experts`.
     """
 
     w13: Tensor

@@ -27,7 +27,7 @@ from nanovllm_kernels.platform import can_overlap_launches, describe_device
 from nanovllm_kernels.triton_fp8 import quantize_groups
 
 # Rows per group of warps, columns per block, and elements of K (the summed dimension) per step. A tile has two blocks
-# of columns, left and right. Each of two groups of warps multiplies half of the tile's rows.
+# of columns, left and right.
 WARP_GROUP_ROWS, BLOCK_COLUMNS, STEP_DEPTH = GLUON_TILE_ROWS // 2, 128, 128
 STAGES = 4  # steps that the ring buffer holds
 # Shared memory layout that the tensor cores require.
@@ -446,10 +446,7 @@ def _store_e4m3(values, out_ptr, first_row, first_column, end, N: gl.constexpr):
 
 @gluon.jit
 def _store_pair_results(pair_results, pairs, num_rows, out_ptr, first_column, N: gl.constexpr):
-    """Store row i of `pair_results` [64, 128] to row `pairs[i]` of the result, for i below `num_rows`.
-
-    Each warp stores the rows that it summed.
-    """
+    """Store row i of `pair_results` [64, 128] to row `pairs[i]` of the result, for i below `num_rows`."""
     STORE_LAYOUT: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [0, 4], [2, 0], [4, 0], [8, 0]],
         [[0, 8], [0, 16], [0, 32], [0, 64], [1, 0]],

@@ -23,8 +23,7 @@ from nanovllm_kernels.platform import describe_device
 
 Kernel = Literal["matvec", "unsorted", "grouped", "specialized"]  # specialized: `gluon_grouped`
 
-# Maximum number of tokens for `triton_unsorted`. The limit for block FP8 is lower, because each program quantises all
-# rows.
+# Maximum number of tokens for `triton_unsorted`. Lower for block FP8, because each program quantises all rows.
 MAX_UNSORTED_TOKENS = 32
 MAX_UNSORTED_FP8_TOKENS = 8
 # Minimum average number of rows per expert for `gluon_grouped`.

@@ -1,7 +1,6 @@
 """Runs block FP8 experts for one token on CUDA: matrix-vector products without tensor cores.
 
-Each program computes a few columns, and loads as many groups of 128 elements along K at once as its registers hold.
-Tensor cores would use only one of their 64 rows.
+Each program computes a few columns. Tensor cores would use only one of their 64 rows.
 
 The sizes `k` and `top_k` are runtime values, so that ptxas can't prove that masked FP8 values are 0. With such a proof,
 ptxas generates wrong code. Versions 12.8 and 12.9 merge an uninitialised register into the word that packs quantised
@@ -50,8 +49,8 @@ def run_experts(x: Tensor, experts: PackedExperts, chosen: ChosenExperts, residu
         launch_pdl=overlap,
         **local_options,
     )
-    # A slot is one of the token's experts. One pass computes as many slots as this rank has on average, rounded up to
-    # a power of two. More slots take more passes.
+    # A slot is one of the token's experts. A pass computes the rank's average number of slots, rounded up to a power of
+    # two.
     slots_per_pass = triton.next_power_of_2(triton.cdiv(top_k * num_experts, experts.num_all_experts))
     config = matvec_config(intermediate_size, slots_per_pass)
     _down[(triton.cdiv(hidden_size, config.block_n),)](

@@ -75,9 +75,9 @@ def verify_drafts(
 
     The step computed q tokens of a request: the token at position `num_computed`, then q - 1 drafts. A draft is
     accepted if it equals the token that was sampled after the preceding token, and if all earlier drafts are accepted.
-    `num_computed` grows by the number of accepted drafts plus 1. The request's last new token is the token that was
-    sampled after the last accepted draft. This token is written at position `num_computed` (the new value), unless
-    the request's row of `tokens` is full. Rejected drafts stay in the row. Never waits for a GPU.
+    `num_computed` grows by the number of accepted drafts plus 1. The last new token was sampled after the last accepted
+    draft, or after the first token if no draft is accepted. This token is written at position `num_computed` (the new
+    value), unless the request's row of `tokens` is full. Rejected drafts stay in the row. Never waits for a GPU.
 
     table_rows: int32 [B], each request's row in the tables. Requests with tokens in the step have different rows.
     query_start_loc: int32 [B + 1], index of each request's first token in the step, then the number of tokens. A
@@ -99,10 +99,9 @@ def propose_ngrams(
 
     The last known token of a request stands at position n = `num_computed`. The operator finds the longest suffix of
     the known tokens, of `min_match` to `max_match` tokens, that also occurs earlier. The two occurrences may overlap.
-    e is the position at which the latest earlier occurrence ends. Draft i (from 0) is a copy of the token at position
-    e + 1 + (i mod (n - e)), and is written at position n + 1 + i: after a copy of the last known token, copying resumes
-    at e + 1. Drafts beyond the end of the request's row of `tokens` are dropped. If no suffix occurs earlier, nothing
-    is written. Never waits for a GPU.
+    The latest earlier occurrence ends at position e. Draft i (from 0) is a copy of the token at position
+    e + 1 + (i mod (n - e)), and is written at position n + 1 + i. Drafts beyond the end of the request's row of
+    `tokens` are dropped. If no suffix occurs earlier, nothing is written. Never waits for a GPU.
 
     table_rows: int32 [B], each request's row in the tables. Requests with nonzero `is_sampled` have different rows.
     is_sampled: int32 [B], 0 to skip the request, because its prompt is not complete or because it is padding.

@@ -101,10 +101,7 @@ def _verify_drafts(
     COUNTS_TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Verify the drafts of one request per program.
-
-    Skip requests without tokens: they are padding, and several may have the same row.
-    """
+    """Verify the drafts of one request per program. Skip requests without tokens: several may have the same row."""
     request = tl.program_id(0)
     start = tl.load(query_start_loc_ptr + request)
     num_drafts = tl.load(query_start_loc_ptr + request + 1) - start - 1

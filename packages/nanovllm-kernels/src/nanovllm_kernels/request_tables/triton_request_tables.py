@@ -156,10 +156,7 @@ def _commit_tokens(
     COUNTS_TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Commit all requests in one program.
-
-    Requests without tokens are padding. The program skips them, because other requests may use their rows.
-    """
+    """Commit all requests in one program. Skip padding (no tokens), because other requests may use the same rows."""
     lanes = tl.arange(0, BLOCK)
     for first_index in tl.range(0, num_reqs, BLOCK):
         index = first_index + lanes

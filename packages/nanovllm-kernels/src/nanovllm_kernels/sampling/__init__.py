@@ -45,8 +45,7 @@ def apply_penalties(
 ) -> Tensor:
     """Lower the probabilities of tokens that already occurred. Returns new float32 logits [B, V].
 
-    logits: [B, V].
-    rows: int32 [B], each request's row in `counts`, `repetition`, `presence` and `frequency`.
+    logits: [B, V]. rows: int32 [B], each request's row in `counts` and in the three tables of penalties.
     counts: int32 [R, V], number of times that each token id was generated, plus IN_PROMPT_BIT for tokens of the prompt.
     repetition: float32 [R], 1 for off. For tokens in the prompt or the output, positive logits are divided by this
         factor, and negative logits are multiplied by it (Keskar et al. 2019).
@@ -128,7 +127,7 @@ def compute_logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> Logprobs:
 
 
 def compute_ranks(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Return int32 [B]: how many tokens of a row are at least as likely as the row's entry of `tokens`.
+    """Return the rank of each row's token, int32 [B]: how many tokens of the row are at least as likely.
 
     logits: [B, V]. tokens: int32 [B].
     """

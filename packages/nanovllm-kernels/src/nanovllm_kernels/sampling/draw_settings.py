@@ -8,8 +8,7 @@ from torch import Tensor
 IN_PROMPT_BIT = 1 << 30
 # Below this temperature, the likeliest token is chosen.
 MIN_TEMPERATURE = 1e-5
-# `apply_masks_` raises smaller logits of allowed tokens to this number, which stays finite if divided by
-# MIN_TEMPERATURE.
+# `apply_masks_` raises smaller logits of allowed tokens to this number. It stays finite if divided by MIN_TEMPERATURE.
 MIN_ALLOWED_LOGIT = -1e30
 
 

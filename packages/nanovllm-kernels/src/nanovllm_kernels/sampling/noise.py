@@ -1,7 +1,6 @@
 """Computes random bits from (seed, position, token id), equal on all devices.
 
-Two 32-bit keys are derived from seed and position. Each token id is hashed with the keys by multiplications and
-xor-shifts, as in the integer mixers by Wang and Appleby.
+Each token id is hashed with two 32-bit keys per row, as in the integer mixers by Wang and Appleby.
 """
 
 import torch
@@ -16,8 +15,7 @@ TOKEN_MULTIPLIER = -1640531535  # 0x9E3779B1 as int32
 INNER_HASH_MULTIPLIER = 569420461  # 0x21F0AAAD
 FINAL_HASH_MULTIPLIER = -749064809  # 0xD35A2D97
 
-# Clears bit 31 (the sign) and bit 7. If bit 7 could be 1, float32 would round 2^31 - 1 up to 2^31: the uniform number
-# would be 1, and the exponential draw infinite.
+# Clears the sign and bit 7. With bit 7, float32 would round 2^31 - 1 up to 2^31, and the exponential draw be infinite.
 UNIFORM_MASK = 0x7FFFFF7F
 # A uniform number is masked bits * UNIFORM_SCALE + UNIFORM_OFFSET.
 UNIFORM_SCALE = 2.0**-31
@@ -34,10 +32,7 @@ def derive_row_keys(seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def hash_tokens(token_ids: Tensor, first_key: Tensor, second_key: Tensor) -> Tensor:
-    """Return 32 random bits per token: int32 [n] for int32 scalar keys, or [B, n] for keys [B, 1].
-
-    token_ids: int32 [n].
-    """
+    """Hash `token_ids`, int32 [n], to random bits: int32 [n] for scalar int32 keys, or [B, n] for keys [B, 1]."""
     bits = (token_ids * TOKEN_MULTIPLIER) ^ first_key
     bits ^= (bits >> 16) & 0xFFFF
     bits *= INNER_HASH_MULTIPLIER

@@ -7,7 +7,7 @@ from torch import Tensor
 from nanovllm_kernels.sampling import noise
 from nanovllm_kernels.sampling.draw_settings import IN_PROMPT_BIT, MIN_ALLOWED_LOGIT, MIN_TEMPERATURE, DrawSettings
 
-# Filters are first applied to this number of the largest logits. Sorting all logits takes ten times as long.
+# Filters are first applied to this number of the largest logits, because sorting all logits is slow.
 NUM_FIRST_CANDIDATES = 128
 # If the filters keep all candidates, the number of candidates is multiplied by this factor.
 CANDIDATE_GROWTH = 16
@@ -90,9 +90,8 @@ def sample(logits: Tensor, settings: DrawSettings, positions: Tensor, all_greedy
 def _draw(logits: Tensor, temperature: Tensor, first_keys: Tensor, second_keys: Tensor) -> Tensor:
     """Draw one token per row: the token with the smallest e / p. temperature: [B, 1].
 
-    e is the token's draw from Exp(1), p is its probability, and w is a weight proportional to p. The token with the
-    smallest e / p has the largest w / e. The code takes the smallest w / -e, because the function for the noise returns
-    -e. The Gumbel-max trick gives the same token, but needs another logarithm.
+    e is the token's draw from Exp(1), p is its probability, and w is a weight proportional to p. The code takes the
+    smallest w / -e, because `draw_negative_exponentials` returns -e.
     """
     vocab_size = logits.shape[1]
     token_ids = torch.arange(vocab_size, dtype=torch.int32, device=logits.device)
@@ -146,8 +145,7 @@ def filter_row(scaled: Tensor, top_k: int, top_p: float, min_p: float) -> tuple[
 def _count_kept(scaled: Tensor, values: Tensor, top_k: int, top_p: float, min_p: float) -> int:
     """Return how many of `values` the filters keep.
 
-    values: the largest elements of `scaled`, in descending order. If the filters keep all values, they may keep
-        further elements of `scaled` too.
+    values: the largest elements of `scaled`, in descending order. If all are kept, further elements may be kept too.
     """
     weights = (values - values[0]).exp_().double()
     num_kept = values.shape[0]

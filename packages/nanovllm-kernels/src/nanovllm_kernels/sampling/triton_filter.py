@@ -1,10 +1,10 @@
-"""Draws a token from the tokens that a row's filters keep: the token with the largest noisy logit (with Gumbel noise).
+"""Draws a token from the tokens that a row's filters keep, by rejection sampling without a sort.
 
-A segment is a range of consecutive token ids. Candidates are the tokens of the segments with the largest maxima. If the
-filters may keep other tokens too, all tokens of the row are candidates. The method is rejection sampling without a
-sort (Ye et al. 2025, FlashInfer). It draws the candidate with the largest noisy logit if the filters keep this
-candidate. If not, it drops this candidate and all candidates with smaller or equal logits, and tries again. A token's
-value is its logit divided by the temperature.
+The token with the largest noisy logit (with Gumbel noise) is drawn if the filters keep this token. If not, the token
+and all tokens with smaller or equal logits are dropped, and the draw is repeated (Ye et al. 2025, FlashInfer).
+The first candidates are the tokens of the segments with the largest maxima. A segment is a range of consecutive token
+ids. If the filters may keep other tokens too, all tokens of the row are candidates.
+A token's value is its logit divided by the temperature.
 """
 
 import triton
@@ -40,11 +40,9 @@ def _pivot_between(low, max_value):
 
 @triton.jit
 def _raise_threshold(values, low, max_value, min_count, max_count):
-    """Raise the threshold `low` by bisection until the number of `values` >= `low` is from `min_count` to `max_count`.
+    """Raise `low` by bisection until the number of `values` >= `low` is from `min_count` to `max_count`.
 
-    If ties prevent this, `low` becomes the min_count-th largest value. Each iteration moves `low` or `max_value` to an
-    element of `values`, so that ties do not prolong the search.
-    max_value: the largest of `values`.
+    If ties prevent this, `low` becomes the min_count-th largest value. max_value: the largest of `values`.
     Returns: `low`, and the number of values that are at least `low`.
     """
     count = tl.sum((values >= low).to(tl.int32), 0)

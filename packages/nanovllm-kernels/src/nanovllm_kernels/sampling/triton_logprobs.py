@@ -1,11 +1,11 @@
-"""Computes log-probabilities on CUDA. One pass over the logits computes each row's log-sum-exp."""
+"""Computes log-probabilities on CUDA."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-# Number of logits of a row that a program processes per iteration.
+# Number of logits that a program processes per iteration.
 BLOCK = 4096
 
 

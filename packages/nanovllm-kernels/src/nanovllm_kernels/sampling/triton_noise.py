@@ -1,7 +1,4 @@
-"""Computes noisy logits on CUDA: logits divided by the temperature, plus Gumbel noise.
-
-The module `noise` defines the random bits.
-"""
+"""Computes noisy logits on CUDA: logits / temperature, plus Gumbel noise. `noise` defines the random bits."""
 
 import math
 
@@ -45,7 +42,7 @@ def load_logits(logits_ptr, tokens, mask):
 @triton.jit
 def add_gumbel_noise(logits, tokens, scale, seed, position):
     """Return `logits * scale` plus Gumbel noise in base 2. scale: log2(e) / temperature."""
-    # Base 2 saves time: the number of instructions limits the speed, and only log2 is a single instruction.
+    # Base 2 saves time: only log2 is a single instruction.
     mixed = seed * SEED_MULTIPLIER + position.to(tl.int64) * POSITION_MULTIPLIER + KEY_OFFSET
     mixed ^= mixed >> 32
     mixed *= MIX_MULTIPLIER

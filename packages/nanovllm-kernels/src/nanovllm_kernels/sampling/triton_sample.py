@@ -1,7 +1,6 @@
 """Draws tokens on CUDA.
 
-One program per chunk of a row stores the chunk's best token. For rows with filters, the program stores maxima and the
-chunk's mass instead. Then one program per row chooses the row's token.
+`_scan_chunk` reads one chunk of a row per program. `_choose_token` chooses one row's token per program.
 Programs read the settings of rows from the device, so that a captured graph can be replayed with other settings.
 """
 
@@ -15,16 +14,13 @@ from nanovllm_kernels.sampling.triton_filter import MIN_MAX_LOGIT, NO_TOKEN, dra
 from nanovllm_kernels.sampling.triton_noise import LOG2_E, add_gumbel_noise, load_logits
 
 CHUNK_TOKENS = 4096
-# Tokens per segment of a chunk. A segment's float32 logits are 64 bytes, two sectors of memory. Gathering segments
-# therefore reads no unneeded bytes.
+# Tokens per segment of a chunk. A segment's float32 logits are 64 bytes: two whole sectors of memory.
 SEGMENT_TOKENS = 16
 NUM_SCAN_WARPS = 4  # warps per program of `_scan_chunk`
 NUM_CHOOSE_WARPS = 16  # warps per program of `_choose_token` with filters
-# Maximum number of segments with candidates (tokens that may pass the filters). The 8192 tokens of these segments fit
-# the registers of one program.
+# Maximum number of segments with candidates. The 8192 tokens of these segments fit the registers of one program.
 MAX_CANDIDATE_SEGMENTS = 512
-# If a row has candidates in more segments, the program reads the whole row. Each iteration reads this number of
-# tokens.
+# Tokens per iteration if a row has candidates in more segments. The program then reads the whole row.
 ROW_BLOCK_TOKENS = 8192
 # Tokens whose logit / temperature is more than this number below the row's maximum are never drawn: Gumbel noise is
 # between -2.9 and 22.2, so it can make up for a difference of at most 25.1.

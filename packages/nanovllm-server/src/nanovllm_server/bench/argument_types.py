@@ -1,4 +1,4 @@
-"""Functions that parse flag values. Argparse names the function in its error: `invalid integer_range value`."""
+"""Functions that parse flag values. Argparse shows the function's name in its error: `invalid integer_range value`."""
 
 import argparse
 
@@ -34,7 +34,7 @@ def request_rate(text: str) -> float | None:
 
 
 def finite_rates(text: str) -> tuple[float, ...]:
-    """Parses finite numbers of requests per second, separated by commas. The number 0 is allowed."""
+    """Parses finite numbers of requests per second, separated by commas. 0 is allowed."""
     rates = tuple(float(rate) for rate in text.split(","))
     if not all(0 <= rate < float("inf") for rate in rates):
         raise argparse.ArgumentTypeError("must be at least 0 and finite")

@@ -1,4 +1,4 @@
-"""The entry point of `nanovllm-bench`. Imports the module of a command late, which keeps --help fast."""
+"""The entry point of `nanovllm-bench`. Imports a command's module late, which keeps --help fast."""
 
 import argparse
 import importlib.util
@@ -71,7 +71,7 @@ def _run_offline(flags: argparse.Namespace) -> None:
             config=make_engine_config(flags, prefix_caching=flags.command == "throughput" and flags.prefix_len > 0),
             temperature=flags.temperature,
             repeat=flags.repeat,
-            peer=_make_peer(flags, model),  # The other engine to compare with, or None.
+            peer=_make_peer(flags, model),
             files=_make_output_files(flags),
         )
         comparison.run(options, spec, _make_offline_benchmark(flags, spec.vocab_size))

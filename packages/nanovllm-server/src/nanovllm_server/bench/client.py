@@ -1,6 +1,6 @@
 """A client of streamed chat completions over HTTP/1.1. Records when each piece (a delta with content) arrives.
 
-A general HTTP client would need more time per piece than the server, and thus limit the measured rate.
+A general HTTP client would take more time per piece than the server, and limit the measured rate.
 """
 
 import asyncio
@@ -53,7 +53,7 @@ class TimedAnswer:
     start_time: time before the connection was opened.
     piece_times: arrival time of each delta with content; `(end_time,)` if no delta has content.
     end_time: arrival time of the finish reason.
-    accepted_drafts, rejected_drafts: numbers of accepted and rejected drafts (proposed tokens); 0 if not reported.
+    accepted_drafts, rejected_drafts: numbers of drafts (proposed tokens); 0 if not reported.
     """
 
     start_time: float

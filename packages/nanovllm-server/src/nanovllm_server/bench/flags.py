@@ -24,8 +24,8 @@ API_KEY_VARIABLE = "NANOVLLM_API_KEY"
 DEFAULT_URL = "http://127.0.0.1:8000/v1"
 PEERS = ("vllm", "transformers", "llamacpp", "none")  # A peer is the engine to compare to.
 THROUGHPUT_DEFAULT_LENGTHS = IntegerRange(100, 1024)
-# Fields of `EngineConfig` that have a flag. The shared settings apply to our engine and the peer. The unshared settings
-# apply to our engine; those of speculation also apply to the peer vLLM.
+# Fields of `EngineConfig` that have a flag. The shared settings also apply to the peer. The settings of speculation
+# also apply to the peer vLLM.
 SHARED_ENGINE_SETTINGS = (
     *("device", "dtype", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization"),
     *("state_dtype", "tensor_parallel_size", "expert_parallel"),

@@ -1,8 +1,7 @@
 """The command `grammars`: measures how answers that follow schemas delay unconstrained answers.
 
 Each round measures three mixes of streams. In the first mix, no stream follows a schema. In the second mix, half
-of the streams follow a schema. The third mix is like the second, but further requests send new schemas that take long
-to compile.
+of the streams follow a schema. In the third mix, further requests also send new schemas that compile slowly.
 """
 
 import asyncio
@@ -24,7 +23,7 @@ UNCONSTRAINED, HALF_CONSTRAINED, WITH_COMPILING = MIXES = (
     "half constrained",
     "half constrained, new schemas",
 )
-NUM_COMPILING_REQUESTS = 4  # Number of simultaneous requests with new schemas in the mix WITH_COMPILING.
+NUM_COMPILING_REQUESTS = 4  # Simultaneous requests with new schemas in the mix WITH_COMPILING.
 WARM_UP_TOKENS = 4  # Output tokens of a warm-up request.
 PROMPT_LEN = 32  # Number of words in each prompt. Each word is one token.
 TEMPERATURE = 0.6
@@ -48,11 +47,8 @@ class MixResult:
     """The results of one mix over all rounds.
 
     itl: times between pieces (deltas with content) of the measured streams, which follow no schema.
-    ratio_p50: p50 of the times between pieces, divided by the p50 in the unconstrained mix; median over all rounds.
-    ratio_p99: p99 of the times between pieces, divided by the p99 in the unconstrained mix; median over all rounds.
-    tokens_constrained: number of tokens generated under a schema.
-    compiled: number of answered requests with new schemas.
-    refused: number of failed requests with new schemas.
+    ratio_p50, ratio_p99: p50 and p99 of these times, divided by those of the unconstrained mix; median over all rounds.
+    compiled, refused: numbers of answered and of failed requests with new schemas.
     """
 
     name: str

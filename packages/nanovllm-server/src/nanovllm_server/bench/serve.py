@@ -69,7 +69,7 @@ class LoadResult:
     concurrency: maximum number of simultaneous requests; None for no limit.
     failed: number of requests without a complete answer. The other fields exclude these requests.
     seconds: time from the start of the first request to the end of the last answer.
-    accepted_drafts, rejected_drafts: numbers of accepted and rejected drafts (proposed tokens); 0 if not reported.
+    accepted_drafts, rejected_drafts: numbers of drafts (proposed tokens); 0 if not reported.
     tokens_per_step: mean number of output tokens that a request gets per step. Steps without drafts are included.
     client_core_share: share of one core that the client used.
     ttft: time from the start of a request to the first piece of the answer.

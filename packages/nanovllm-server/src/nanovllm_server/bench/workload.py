@@ -5,12 +5,11 @@ from dataclasses import dataclass
 from itertools import accumulate
 from random import Random
 
-# Largest token id in `random_requests`. The value comes from the benchmark of another project, nano-vllm. By default,
-# our command `throughput` has the workload of that benchmark.
+# Largest token id in `random_requests`. By default, `throughput` has the workload of nano-vllm's benchmark.
 MAX_TOKEN_ID = 10_000
 
 # Each of these words, after a space, is one token in the vocabularies of GPT-2, Llama, Qwen and their descendants. The
-# client therefore needs no tokenizer to make a prompt of a given number of tokens.
+# client therefore needs no tokenizer.
 _WORD_LIST = (
     "time year people way day man thing woman life child world school state family student group country problem hand "
     "part place case week company system program question work government number night point home water room mother "
@@ -30,7 +29,7 @@ class IntegerRange:
     high: int
 
     def draw(self, random: Random) -> int:
-        """Draws one of the integers, all with the same probability."""
+        """Draws one of the integers uniformly."""
         return random.randint(self.low, self.high)
 
     def __str__(self) -> str:
@@ -42,7 +41,6 @@ class WorkloadShape:
     """The number of requests and their lengths in tokens.
 
     input_len: length of a prompt without the shared prefix.
-    prefix_len: length of the prefix that all prompts share.
     """
 
     num_requests: int

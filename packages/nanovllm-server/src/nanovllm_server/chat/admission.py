@@ -6,7 +6,7 @@ from collections.abc import Callable
 from nanovllm_server.observability.shared_counters import SharedCounters
 from nanovllm_server.protocol.error import ApiError, unavailable
 
-# Index of the counter of active sequences in `AdmissionControl._counters`, which has one counter.
+# Index of the only counter in `AdmissionControl._counters`: active sequences.
 _ACTIVE = 0
 
 

@@ -17,7 +17,7 @@ def serialize_prompt_logprobs(
 
     prompt_logprobs: one element for each prompt token except the first.
     """
-    # orjson holds the GIL during a call. One call per token takes less memory and keeps the event loop's pauses short.
+    # orjson holds the GIL during a call: one call per token keeps the event loop's pauses short, and takes less memory.
     dictionaries = (orjson.dumps(entries) for entries in iterate_entries(vocabulary, token_ids, prompt_logprobs))
     return orjson.Fragment(b"[" + b",".join(dictionaries) + b"]")
 
@@ -25,9 +25,9 @@ def serialize_prompt_logprobs(
 def iterate_entries(
     vocabulary: TextVocabulary, token_ids: Sequence[int], prompt_logprobs: PromptLogprobs
 ) -> Iterator[dict[str, PromptLogprob] | None]:
-    """Yields None for the first prompt token, which has no log-probability, then a dictionary per further token.
+    """Yields None for the first prompt token, then a dictionary per further token.
 
-    A dictionary maps token ids to log-probabilities. It has the prompt token and the likeliest tokens at its position.
+    A dictionary maps token ids to log-probabilities of the prompt token and of the likeliest tokens at its position.
     """
 
     def make_logprob(token_id: int, logprob: float, rank: int) -> PromptLogprob:

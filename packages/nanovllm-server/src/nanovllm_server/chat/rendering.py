@@ -20,8 +20,7 @@ from nanovllm_server.protocol.messages import Message, PastToolCall
 from nanovllm_server.protocol.template import TemplateOptions
 
 NUM_THREADS = 2  # for conversations shorter than MIN_LARGE_CHARACTERS
-# One more thread renders conversations of at least this number of characters, so that shorter conversations do not
-# wait for long conversations.
+# One more thread renders conversations of at least this number of characters. Shorter conversations do not wait for it.
 MIN_LARGE_CHARACTERS = 1 << 18
 DEFAULT_OPTIONS = TemplateOptions()
 ToolDefinitions = Sequence[Mapping[str, Any]]
@@ -63,9 +62,9 @@ class Renderer:
     ) -> Prompt:
         """Renders and encodes a conversation. Raises ApiError (400) if the template refuses the conversation.
 
-        max_tokens: maximum number of prompt tokens; None for no limit. If the length of the text already shows that
-            the prompt exceeds this maximum, raises ApiError. If only encoding shows this, returns the prompt without
-            caching its tokens; the caller must then refuse the prompt.
+        max_tokens: maximum number of prompt tokens; None for no limit. Raises ApiError (400) if the length of the text
+            already shows that the prompt is longer. The caller must check the length of the returned prompt; the tokens
+            of a prompt that is too long are not cached.
         """
         pool = self._choose_pool(sum(len(message.content or "") + 1 for message in messages))
         return await asyncio.get_running_loop().run_in_executor(
@@ -103,7 +102,7 @@ class Renderer:
 
     def _supports_developer_role(self) -> bool:
         # Some templates write the name of any role into the prompt. If an unknown role gives the same prompt except for
-        # the role's name, the template does not really support "developer".
+        # its name, the template does not really support "developer".
         user = {"role": "user", "content": "."}
         developer_prompt = self._try_render({"role": "developer", "content": "."}, user)
         unknown_role_prompt = self._try_render({"role": "unknown", "content": "."}, user)

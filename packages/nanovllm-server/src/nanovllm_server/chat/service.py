@@ -43,7 +43,6 @@ class Service:
     allowed_origins: origins whose pages may read the server's answers.
     body_memory_bytes: maximum memory of all bodies of at least 64 KiB in this worker.
     defaults: values for sampling parameters that a request does not set.
-    running: generations that have not ended.
     """
 
     engine: Engine
@@ -155,10 +154,7 @@ class Service:
         return generation
 
     def describe_prompt(self, chat: ChatRequest, response_id: str, num_tokens: int) -> KVTransferParams | None:
-        """Returns where decode servers can fetch the prompt of a request; None if the request does not ask for this.
-
-        num_tokens: number of the prompt's tokens.
-        """
+        """Returns where decode servers can fetch the prompt of a request; None if the request does not ask for this."""
         params, host = chat.transfer_params, self.transfer.advertised_host
         if params is None or not params.do_remote_decode or host is None:
             return None

@@ -46,10 +46,7 @@ class StopMatcher:
 
 
 def _failure_table(pattern: str) -> list[int]:
-    """Returns the failure table of `pattern`.
-
-    Entry i is the length of the longest proper prefix of `pattern[: i + 1]` that is also a suffix of this text.
-    """
+    """Entry i is the length of the longest proper prefix of `pattern[: i + 1]` that is also a suffix of this text."""
     table = [0] * len(pattern)
     num_matched = 0
     for index in range(1, len(pattern)):

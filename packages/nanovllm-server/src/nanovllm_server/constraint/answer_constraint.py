@@ -41,8 +41,8 @@ class AnswerConstraint:
     """The constraint on an answer.
 
     spec: grammar of the whole answer.
-    field_grammars: (path, grammar) of each request field that `spec` includes. If `spec` does not compile, the
-        server may compile each of these grammars alone, to find the field at fault.
+    field_grammars: (path, grammar) of each request field that `spec` includes. If `spec` does not compile, these
+        grammars show which field is at fault.
     unused_grammars: (path, grammar) of each request field that `spec` ignores. These grammars must compile too.
     calls_only_at_start: if an answer has calls, its first text after the reasoning is a call.
     """

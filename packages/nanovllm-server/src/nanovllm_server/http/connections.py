@@ -77,8 +77,7 @@ class SmallReadProtocol(asyncio.BufferedProtocol):
     _buffer = memoryview(bytearray(MAX_READ_BYTES))
 
     def __init__(self, on_connect: Callable[[asyncio.StreamReader, asyncio.StreamWriter], None]):
-        # A `StreamReader` pauses its connection when the reader holds more than 2 * `limit` bytes. Here, this is
-        # `MAX_READ_BYTES` / 2.
+        # A `StreamReader` pauses its connection above 2 * `limit` bytes.
         reader = asyncio.StreamReader(limit=MAX_READ_BYTES // 4)
         self._stream = asyncio.StreamReaderProtocol(reader, on_connect)
         self.pause_writing = self._stream.pause_writing

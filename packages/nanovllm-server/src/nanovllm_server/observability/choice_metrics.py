@@ -9,8 +9,6 @@ from nanovllm_server.observability.metrics import Metrics
 class ChoiceMetrics:
     """Records the latencies of one choice. Records phases and end-to-end latency only if the choice is not aborted.
 
-    num_cached_tokens: number of prompt tokens found in the prefix cache.
-    num_accepted_drafts, num_rejected_drafts: numbers of drafts (proposed tokens) accepted and rejected so far.
     first_token_s: seconds from the request's arrival to the first token; None before the first token.
     is_finished: whether the choice has ended without being aborted.
     """

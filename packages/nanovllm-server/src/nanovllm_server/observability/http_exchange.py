@@ -25,8 +25,8 @@ from nanovllm_server.observability.request_body import RequestBody
 CLIENT_DISCONNECTED_STATUS = 499
 # Requests to these paths are logged at level debug.
 QUIET_PATHS = ("/health", "/ready", "/ping", "/load", "/metrics")
-# If a response is complete before the whole request has arrived, the last part of the response waits for the rest of
-# the request, for at most this time.
+# If a response is complete before the whole request has arrived, the last part of the response waits at most this time
+# for the rest of the request.
 LINGER_S = 10.0
 MAX_LOGGED_PATH_BYTES = 200  # the log cuts longer paths
 MAX_REQUEST_ID_BYTES = 256  # longer ids of clients are replaced

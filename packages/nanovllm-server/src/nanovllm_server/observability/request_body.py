@@ -41,7 +41,7 @@ class RequestBody:
         self._read_or_discard_called.set()
 
     async def wait_until_read_or_discarded(self) -> None:
-        """Waits until the application calls `read` or `discard`. Do not read from the connection before this call."""
+        """Waits until the application calls `read` or `discard`. Await this before each read from the connection."""
         await self._read_or_discard_called.wait()
 
     def add(self, event: ASGIReceiveEvent) -> None:

@@ -17,10 +17,7 @@ def allocate_counters(num_workers: int) -> "Array[c_double]":
 
 
 class CounterGroup:
-    """Consecutive counters that one object uses. Not thread-safe.
-
-    own_row: this worker's counters. rows: the counters of each worker, by index of the worker.
-    """
+    """Consecutive counters of one object, for all workers. Not thread-safe."""
 
     def __init__(self, own_row: "memoryview[float]", rows: "Sequence[memoryview[float]]"):
         self._own_row = own_row
@@ -49,10 +46,7 @@ class CounterGroup:
 
 
 class SharedCounters:
-    """Gives one worker access to all counters. All workers must call `claim` with the same sizes in the same order.
-
-    num_claimed: number of this worker's counters in use.
-    """
+    """Gives one worker access to all counters. All workers must call `claim` with the same sizes in the same order."""
 
     def __init__(self, memory: "Array[c_double]", worker_index: int = 0):
         cells = memoryview(memory).cast("B").cast("d")

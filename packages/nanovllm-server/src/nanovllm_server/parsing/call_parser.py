@@ -1,7 +1,7 @@
-"""Reads tool calls, with one class per kind of format. `nanovllm_models` defines the formats.
+"""Reads tool calls, with one class per kind of format.
 
-A reader reports a call when the call's arguments begin. If text begins like a call, but is malformed before the
-arguments, the text is content. Malformed arguments are reported unchanged.
+A reader reports a call when the arguments begin. Text that is malformed before the arguments is content. Malformed
+arguments are reported unchanged.
 """
 
 from abc import ABC, abstractmethod
@@ -23,10 +23,7 @@ TextSink = Callable[[str], None]
 
 
 class CallReader(ABC, Generic[CallFormat]):
-    """Reads the calls of one answer from `source` and reports them to `collector`.
-
-    schemas: the functions that the model may call, with the schemas of their parameters.
-    """
+    """Reads the calls of one answer from `source` and reports them to `collector`."""
 
     def __init__(self, call_format: CallFormat, source: Source, collector: EventCollector, schemas: SchemasByFunction):
         self.call_format = call_format
@@ -41,10 +38,7 @@ class CallReader(ABC, Generic[CallFormat]):
 
     @abstractmethod
     def read_call(self, *, has_opening_tag: bool) -> ReadGenerator[bool]:
-        """Reads one call. Returns False and reports nothing if there is no call.
-
-        has_opening_tag: whether the format's opening tag precedes the call.
-        """
+        """Reads one call. Returns False and reports nothing if there is no call."""
 
     def read_consecutive_calls(self, fallback: TextSink) -> ReadGenerator[bool]:
         """Reads consecutive calls. Returns whether there was a call. If not, passes the read text to `fallback`."""
@@ -73,7 +67,7 @@ class CallReader(ABC, Generic[CallFormat]):
         return (yield from self.source.read_literal(tag)) or self.source.read_truncated_literal(tag)
 
     def accepts_name(self, name: str | None, *, has_opening_tag: bool) -> bool:
-        """Whether a call may have this name. Without an opening tag, only the name of a known function is accepted."""
+        """Whether a call may have this name. Without an opening tag, the function must be known."""
         return bool(name) and (has_opening_tag or name in self.schemas)
 
     def begin_call(self, name: str) -> None:
@@ -85,7 +79,7 @@ class CallReader(ABC, Generic[CallFormat]):
         """Reports a call, and reads its arguments: the JSON object that comes next."""
         self.begin_call(name)
         is_complete = yield from self.source.read_json(self.collector.add_arguments)
-        # If a tag cuts the arguments off, the call ends. If the end of the answer cuts them off, the call stays open.
+        # If the end of the answer cuts the arguments off, the call stays open.
         if is_complete or (yield from self.source.peek()):
             self.collector.end_call(self.call_format.separator)
 
@@ -260,10 +254,10 @@ class XmlReader(CallReader[XmlCalls]):
         return True
 
     def _read_parameter_value(self, missing_keys: Set[str]) -> ReadGenerator[tuple[str, str | None] | None]:
-        """Reads a value and its closing tag; returns None if the answer ends before the tag.
+        """Reads a value and its closing tag. Returns (value, next_key); None if the answer ends before the tag.
 
         missing_keys: parameters of the function that the call does not have yet.
-        Returns (value, next_key). If the next parameter begins before the closing tag, next_key is its name.
+        next_key: name of the next parameter if this parameter begins before the closing tag, else None.
         """
         source, call_format = self.source, self.call_format
         value: list[str] = []
@@ -283,7 +277,7 @@ class XmlReader(CallReader[XmlCalls]):
             value.append(source.stop_recording())
 
     def _close_call(self, brace: str) -> bool:
-        """Reports `brace`, which ends the arguments, and the end of the call. Returns True, like `read_call`."""
+        """Ends the arguments with `brace`, and ends the call. Returns True."""
         self.collector.add_arguments(brace)
         self.collector.end_call(self.call_format.separator)
         return True

@@ -1,7 +1,4 @@
-"""Converts token ids to text incrementally, and returns only complete characters.
-
-The text does not depend on how the engine groups tokens into outputs, because each token has fixed bytes.
-"""
+"""Converts token ids to text incrementally, and returns only complete characters."""
 
 import codecs
 from collections.abc import Iterable
@@ -14,7 +11,6 @@ from nanovllm_models.token_bytes import TokenBytes
 class TextVocabulary:
     """The bytes of each token of a tokenizer. Raises VocabularyError if the kind of tokenizer is not supported.
 
-    special_ids: ids of special tokens, such as end of sequence.
     strips_leading_space: decoding removes one space at the beginning of a text.
     """
 

@@ -89,7 +89,7 @@ class WhitespaceTrimmer:
 
 
 class EventCollector:
-    """Collects the events of one answer. allows_calls: the answer may have tool calls."""
+    """Collects the events of one answer."""
 
     def __init__(self, *, allows_calls: bool) -> None:
         self.num_calls = 0
@@ -114,7 +114,7 @@ class EventCollector:
             self._events.append(ReasoningText(trimmed_text))
 
     def end_reasoning(self) -> None:
-        """Ends the reasoning, and drops the whitespace between the reasoning and the following content or call."""
+        """Ends the reasoning, and drops the whitespace after it."""
         self._reasoning.drop()
         self._content.skips_leading = True
 

@@ -7,15 +7,14 @@ import orjson
 from nanovllm_core.grammar.schemas.declared_types import declared_types
 from nanovllm_server.protocol.json import JSON
 
-# Maps Python's words to JSON's words for the same values. Some chat templates show Python's words to the model.
+# Some chat templates show Python's words to the model.
 PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 
 
 def to_object_json(value: str | None) -> str | None:
-    """Converts the arguments of a call to the JSON text of an object.
+    """Converts the arguments of a call to the JSON text of an object. Returns None for other values.
 
-    value: JSON text of an object, of a string that itself contains the JSON text of an object, or of null.
-    JSON's null becomes {}. Returns None for all other texts, and if `value` is None.
+    value: JSON text of an object, of a string that contains an object's JSON text, or of null, which becomes {}.
     """
     if value is None or value == "null":
         return value and "{}"

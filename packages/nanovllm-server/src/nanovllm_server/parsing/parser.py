@@ -41,7 +41,7 @@ class Parser:
         self._in_content = False
         # Whether only content can follow. `push` then skips the parsing.
         self._only_content_follows = False
-        # Whether the answer has reasoning, even if the reasoning is empty.
+        # True even if the reasoning is empty.
         self.has_reasoning = False
 
     @property

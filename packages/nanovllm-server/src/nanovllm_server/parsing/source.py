@@ -1,7 +1,6 @@
 """Reads text that arrives in pieces. The results do not depend on where the pieces end.
 
-Most methods that read are generators, which yield when they need more text. The total time is linear in the length of
-the text.
+Most read methods are generators, which yield when they need more text. The total time is linear in the text's length.
 """
 
 from collections.abc import Callable, Generator, Sequence
@@ -52,7 +51,7 @@ class NestingCounter:
 
 
 class Source:
-    """Holds the text that has arrived but is still unread. Can record the text that the parser reads."""
+    """Text that has arrived and is not read yet. Can record the text that is read."""
 
     def __init__(self) -> None:
         self._text = ""
@@ -70,7 +69,7 @@ class Source:
         self._has_ended = True
 
     def start_recording(self) -> None:
-        """Starts to record all text that is read from now on. Discards an earlier recording."""
+        """Starts to record the text that is read. Discards an earlier recording."""
         self._recording = []
 
     def stop_recording(self) -> str:
@@ -149,10 +148,7 @@ class Source:
         return name
 
     def read_string(self, max_length: int) -> ReadGenerator[str | None]:
-        """Reads and decodes a JSON string that is at most `max_length` characters long.
-
-        Returns None if no such string comes next.
-        """
+        """Reads and decodes a JSON string of at most `max_length` characters. None: no such string comes next."""
         if (yield from self.peek()) != '"':
             return None
         parts: list[str] = []
@@ -174,8 +170,7 @@ class Source:
 
         Tracks only strings and the nesting depth. Other errors in the model's JSON go to `sink` unchanged.
         Outside strings, reading stops before a character of STRING_ONLY_CHARACTERS.
-        max_length: maximum number of characters; None for no limit. With a limit, reading also stops before a line
-            break in a string.
+        max_length: None for no limit. With a limit, reading also stops before a line break in a string.
         """
         nesting, length = NestingCounter(), 0
         stop_characters_in_strings = "" if max_length is None else "\n"

@@ -9,7 +9,7 @@ import numpy as np
 from nanovllm_server.observability.logs import get_logger
 from nanovllm_server.processes.rings import RingMemory, RingReader
 
-# Size of one worker's ring buffer, which holds about half a million tokens with their text.
+# Capacity of one worker's ring: about half a million tokens with their text.
 RING_BYTES = 4 << 20
 _MAX_SEGMENT_OVERHEAD_BYTES = 10  # two msgpack length headers: text and token ids
 _MAX_MESSAGE_OVERHEAD_BYTES = 5  # the msgpack header of the whole map
@@ -70,7 +70,7 @@ class RingEncodingExchange:
 
 
 def _split_into_batches(encoded: Mapping[str, bytes], max_bytes: int) -> Iterator[dict[str, bytes]]:
-    """Splits `encoded` into messages of at most `max_bytes`. Drops segments that exceed `max_bytes`."""
+    """Splits `encoded` into messages of at most `max_bytes`. Drops larger segments."""
     batch: dict[str, bytes] = {}
     batch_bytes = _MAX_MESSAGE_OVERHEAD_BYTES
     for segment, ids in encoded.items():

@@ -21,9 +21,8 @@ if TYPE_CHECKING:
 class EngineRecipe:
     """A callable that imports torch and loads the model. `EngineProcess` calls it in the engine's process.
 
-    draft_model: None if there is no draft model.
     visible_gpus: value of CUDA_VISIBLE_DEVICES; None: unchanged.
-    private_directory: directory that the engine removes if the parent is killed; None if there is none.
+    private_directory: directory that the engine removes if the parent is killed.
     """
 
     model: ModelDirectory

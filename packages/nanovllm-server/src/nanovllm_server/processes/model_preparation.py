@@ -19,10 +19,7 @@ from nanovllm_server.settings import Settings
 async def prepare_model(model: str | None, settings: Settings) -> ModelDirectory:
     """Returns a model's directory, after a download or a conversion if the caches lack the model.
 
-    Cancellation ends a download or a conversion.
-    Raises ModelError, or RuntimeError if the process that downloads or converts dies.
-
-    model: see `find_model`.
+    Raises ModelError, or RuntimeError if the process that downloads or converts dies. model: see `find_model`.
     """
     if is_default_name(model):
         path = await asyncio.to_thread(find_converted_model)

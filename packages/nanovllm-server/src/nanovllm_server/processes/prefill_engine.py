@@ -15,16 +15,13 @@ from nanovllm_server.settings import TransferSettings
 SECRET_BYTES = 32
 FIRST_BACKOFF_S = 1.0  # delay of the first restart; each further delay is twice the last, up to MAX_BACKOFF_S
 MAX_BACKOFF_S = 60.0
-# If an engine served for at least this time before it died, the next restart has the delay FIRST_BACKOFF_S again.
+# An engine that served for at least this time before it died is restarted after FIRST_BACKOFF_S.
 STABLE_RUN_S = 60.0
 POLL_INTERVAL_S = 0.25  # time between two checks for an engine's death
 
 
 class TransferDirectory:
-    """A private directory with the socket and the secret of two engines.
-
-    secret: None for a new secret.
-    """
+    """A private directory with the socket and the secret of two engines. secret: None for a new secret."""
 
     def __init__(self, secret: bytes | None = None):
         # Only this user may enter the directory (mode 0700).
@@ -88,7 +85,7 @@ class PrefillEngine:
             await asyncio.sleep(backoff_s)
 
     async def _serve_until_death(self) -> tuple[str, float]:
-        """Starts the engine unless it runs, and waits for its death. Returns (reason, seconds since the start)."""
+        """Starts the engine unless the engine runs. Waits for its death. Returns (reason, seconds since the start)."""
         if self._client is None:
             try:
                 await self._start()
@@ -130,10 +127,7 @@ async def wait_for_death(engine: EngineClient) -> str:
 
 
 def compute_restart_delay_s(last_backoff_s: float, served_s: float) -> float:
-    """Returns the delay before a restart.
-
-    last_backoff_s: the last delay; 0 if none. served_s: time for which the engine served before it died.
-    """
+    """Returns the delay before a restart. last_backoff_s: the last delay; 0 if none."""
     if served_s >= STABLE_RUN_S or not last_backoff_s:
         return FIRST_BACKOFF_S
     return min(2 * last_backoff_s, MAX_BACKOFF_S)

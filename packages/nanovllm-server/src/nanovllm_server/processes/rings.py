@@ -18,7 +18,7 @@ _CHECKSUM_MASK = (1 << 64) - 1  # checksums have 64 bits
 
 
 class RingMemory:
-    """Allocates the shared memory of several rings. A new process can get this object as an argument."""
+    """Shared memory of several rings. Can be passed to a new process as an argument."""
 
     def __init__(self, num_rings: int, ring_bytes: int):
         """ring_bytes: capacity of each ring, a multiple of 64."""
@@ -42,8 +42,7 @@ class RingMemory:
     def rings(self) -> list["Ring"]:
         """Maps the memory into this process, and returns the rings."""
         stride = _POSITIONS_BYTES + self._ring_bytes
-        # MAP_POPULATE allocates the pages now. Otherwise, the first messages would allocate the pages, and would take
-        # several times as long.
+        # MAP_POPULATE allocates the pages now: the first messages would otherwise take several times as long.
         flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
         memory = memoryview(mmap.mmap(self._descriptor, self._num_rings * stride, flags))
         return [Ring(memory[index * stride : (index + 1) * stride]) for index in range(self._num_rings)]
@@ -56,7 +55,7 @@ class Ring:
     """
 
     def __init__(self, memory: memoryview):
-        # Processors load and store 64 bits at once. Readers therefore never see a partly written position.
+        # Processors load and store 64 bits at once: a reader never sees a partly written position.
         self._positions = memory[:_POSITIONS_BYTES].cast("Q")
         self._data = memory[_POSITIONS_BYTES:]
         self.capacity = len(self._data)

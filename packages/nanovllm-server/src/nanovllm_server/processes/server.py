@@ -60,9 +60,7 @@ class ServerProcesses:
 async def run(settings: Settings) -> int:
     """Serves until SIGTERM, SIGINT or the death of the engine. Returns the exit status.
 
-    The first signal starts the drain: the server refuses new requests, and finishes running requests. A second signal
-    ends the drain.
-
+    On the first signal, the server refuses new requests and finishes running requests. A second signal ends this drain.
     Raises SettingsError, ModelError, ConfigError, EngineDeadError or RuntimeError if the start fails.
     """
     raise_file_limit()
@@ -110,8 +108,7 @@ def bind(host: str, port: int, num_sockets: int) -> list[socket.socket]:
             listener = socket.socket(family)
             listeners.append(listener)
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            # The kernel spreads connections over sockets with SO_REUSEPORT. With one shared socket, the worker that
-            # wakes first would accept most connections.
+            # With one shared socket instead, the worker that wakes first would accept most connections.
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, MAX_UNSENT_BYTES)
             if sys.platform == "linux":

@@ -91,7 +91,7 @@ async def run(arguments: WorkerArguments, pipe: Connection, graceful_exit_event:
         parent.report(StartFailure(str(error), is_user_error=True))
         await parent.wait("close")
         return
-    # Garbage collection need not examine the loaded objects, which live until the worker exits.
+    # Exclude the loaded objects from garbage collection: they live until the worker exits.
     gc.collect()
     gc.freeze()
     graceful_exit_event.set()
@@ -111,7 +111,6 @@ async def _start(arguments: WorkerArguments) -> Service:
         tokenizer = await asyncio.to_thread(_load_tokenizer, arguments)
         vocabulary = TextVocabulary(tokenizer.backend)
         chat_format = select_chat_format(arguments, tokenizer.chat_template)
-        # The chat format, with the token ids of the format's tags.
         model_format = ModelFormat(chat_format, vocabulary)
         renderer = Renderer(tokenizer, chat_format.tool_calls)
         engine: Engine = await connect_task

@@ -9,7 +9,7 @@ from nanovllm_server.processes.worker_main import run_worker
 from nanovllm_server.processes.worker_protocol import StartFailure, WorkerArguments, WorkerOrder, WorkerReport
 from nanovllm_server.settings import SettingsError
 
-MAX_HEARTBEAT_INTERVAL_S = 1.0  # maximum time between two calls of `ask_if_alive` for one worker
+MAX_HEARTBEAT_INTERVAL_S = 1.0  # maximum time between two checks of a worker
 # Maximum time from a replacement's start until the replacement can serve.
 START_TIMEOUT_S = 120.0
 # If a worker ran for at least this time before it died, the replacement starts without a delay.
@@ -94,8 +94,7 @@ class WorkerPool:
     """All workers of a server.
 
     timeout_s: a worker whose event loop does not respond for this time is killed and replaced.
-    failed: future that gets an exception if a dead worker's replacement can't start, or takes longer than
-        `START_TIMEOUT_S`.
+    failed: gets an exception if a dead worker's replacement can't start within `START_TIMEOUT_S`.
     """
 
     def __init__(self, arguments: list[WorkerArguments], timeout_s: float):

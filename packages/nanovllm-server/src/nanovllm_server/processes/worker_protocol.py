@@ -33,10 +33,8 @@ class WorkerArguments:
     index: selects the worker's row in `counters` and the worker's ring in `rings`.
     model: directory of the tokenizer.
     template: chat template; None for the model's template.
-    engine_pid: process id of the engine.
     defaults: values of sampling parameters that a request does not set.
-    counters: shared memory with one row of counters per worker.
-    rings: shared memory through which workers share encoded text; None for a single worker.
+    rings: None for a single worker.
     """
 
     index: int

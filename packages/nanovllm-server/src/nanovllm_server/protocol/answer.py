@@ -204,10 +204,7 @@ def _read_json_object(fields: FieldReader) -> JsonAnswer | None:
 
 
 def _read_possibly_encoded(fields: FieldReader, name: str, *types: str) -> JSON:
-    """Returns the value of a field. Decodes a string as JSON.
-
-    types: allowed JSON types in addition to a string, for the API's description.
-    """
+    """Returns the value of a field; decodes a string as JSON. types: other JSON types, for the API's description."""
     value = fields.raw(name, {"type": [*types, "string"]})
     if not isinstance(value, str):
         return value
@@ -232,10 +229,7 @@ def _read_tag_format(fields: FieldReader) -> dict[str, JSON]:
 
 
 def _add_schema_paths(tag_part: JSON, path: str, depth: int) -> JSON:
-    """Returns a copy of `tag_part` in which each `json_schema` has a sibling `place`: the schema's path, for errors.
-
-    Raises ApiError if `tag_part` is nested too deeply, or if a schema is too large or nested too deeply.
-    """
+    """Returns a copy of `tag_part` in which each `json_schema` has a sibling `place`: the schema's path, for errors."""
     if depth > MAX_TAG_DEPTH:
         raise ApiError(400, f"{path} is nested deeper than {MAX_TAG_DEPTH}", param=path, code="invalid_value")
     if isinstance(tag_part, list):

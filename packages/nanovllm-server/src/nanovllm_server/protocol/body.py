@@ -16,7 +16,6 @@ MAX_VALUES = 250_000
 # therefore at most 1 plus the number of these bytes.
 _BYTES_BEFORE_VALUES = b"[{,"
 _BYTES_TO_SKIP = bytes(set(range(256)) - set(b'"' + _BYTES_BEFORE_VALUES))
-# Number of bytes that are scanned at once.
 _PIECE_BYTES = 1 << 18
 
 

@@ -18,10 +18,7 @@ MAX_EXACT_FLOAT = 1 << 53
 
 
 class FieldReader:
-    """Reads the fields of one object. Methods return None if a field is absent or null.
-
-    path: path of the object; "" for the request's body.
-    """
+    """Reads one object's fields. Methods return None if a field is absent or null. path: "" for the request's body."""
 
     def __init__(self, values: dict[str, JSON], path: str = ""):
         self._values = values
@@ -76,10 +73,7 @@ class FieldReader:
         return value
 
     def text(self, name: str, max_length: int | None = None, documented_schema: Schema = ANYTHING) -> str | None:  # noqa: ARG002
-        """Reads a string of at most `max_length` characters (None: no limit).
-
-        documented_schema: further keywords of the field's schema, for the API's description.
-        """
+        """Reads a string of at most `max_length` characters (None: no limit)."""
         value = self.raw(name)
         if value is not None and (not isinstance(value, str) or (max_length is not None and len(value) > max_length)):
             raise self.wrong(name, "a string" + (f" of at most {max_length} characters" if max_length else ""))
@@ -137,7 +131,7 @@ def exceeds_depth(value: JSON, max_depth: int) -> bool:
 
 
 def as_integer(value: JSON) -> int | None:
-    """Returns an integer, or a float such as 5.0 (which some clients send) as an integer; None for other values."""
+    """Returns the integer for an integer or a float such as 5.0, which some clients send. Returns None otherwise."""
     if type(value) is float and value.is_integer() and abs(value) < MAX_EXACT_FLOAT:
         return int(value)
     return value if type(value) is int else None

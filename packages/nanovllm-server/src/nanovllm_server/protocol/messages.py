@@ -13,7 +13,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 @dataclass(frozen=True, slots=True)
 class PastToolCall:
-    """A tool call in an earlier answer. name: the function's name. arguments: JSON text."""
+    """A tool call in an earlier answer. arguments: JSON text."""
 
     id: str | None
     name: str
@@ -51,7 +51,7 @@ def _read_message(fields: FieldReader) -> Message:
     role = fields.one_of("role", ROLES)
     if role is None:
         raise fields.wrong("role", "one of " + ", ".join(f'"{name}"' for name in ROLES))
-    # Check the types of these fields for every role, although some roles ignore the values.
+    # Check these types for every role, although some roles ignore the values.
     name, tool_call_id = fields.text("name"), fields.text("tool_call_id")
     calls = _read_tool_calls(fields)
     # DeepSeek's clients send `reasoning_content`.

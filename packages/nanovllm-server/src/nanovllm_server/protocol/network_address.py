@@ -9,10 +9,7 @@ HOST_PATTERN = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 
 
 def join_address(host: str, port: int) -> str:
-    """Returns HOST:PORT, with a lower-case name, or with a compressed IPv6 address in brackets.
-
-    Raises: ValueError if `host` is neither a name nor an IP address.
-    """
+    """Returns HOST:PORT, with a lower-case name or a compressed IPv6 address in brackets. Raises ValueError."""
     if ":" in host:
         return f"[{IPv6Address(host)}]:{port}"
     if HOST_PATTERN.fullmatch(host) is None:

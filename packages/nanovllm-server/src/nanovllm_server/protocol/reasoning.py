@@ -21,8 +21,6 @@ class ReasoningOptions:
     is_enabled: whether the model may reason; None for the chat template's default.
     max_tokens: maximum number of reasoning tokens; None for no limit.
     max_tokens_field: path of the request's field that sets `max_tokens`, for errors.
-    is_included: whether the answer includes the reasoning.
-    unknown_fields: paths of unknown fields in the object `reasoning`.
     """
 
     effort: str | None
@@ -69,10 +67,7 @@ def _read_thinking_token_budget(body: FieldReader) -> int | None:
 
 
 def _require_common_value(*fields_of_option: tuple[str, OptionValue | None]) -> tuple[OptionValue | None, str]:
-    """Returns (common value, path of the first given field). Raises ApiError if two fields have different values.
-
-    fields_of_option: (path, value) of each field of one option; the value is None if the request lacks the field.
-    """
+    """Returns (common value, path of the first given field). Raises ApiError if two fields have different values."""
     given_fields: Sequence[tuple[str, OptionValue]] = [
         (path, value) for path, value in fields_of_option if value is not None
     ]

@@ -64,7 +64,6 @@ class ChatRequest:
     tools: None if tool calls are not allowed.
     answer_rule: constraint on the answer; None for free text.
     prediction: text that the answer probably contains; None if the request has no prediction.
-    n: number of choices.
     include_stop: the answer's text includes the stop string or stop token.
     truncate_prompt_tokens: number of tokens to keep at the prompt's end; -1: as many as the context holds; None: all.
     writes_token_ids: in log-probabilities, a token is written "token_id:ID" instead of as text.
@@ -73,7 +72,6 @@ class ChatRequest:
     max_tokens_field: name of the request's field that sets `sampling.max_tokens`, for errors.
     priority: requests with a lower number are served first.
     transfer_params: tells where to fetch the prompt's KV cache, or that another server will fetch it; None: neither.
-    unknown_fields: paths of fields that the server does not know.
     """
 
     model: str | None

@@ -43,7 +43,6 @@ class CallDelta(msgspec.Struct, frozen=True):
 class Delta(msgspec.Struct, frozen=True):
     """New output of one choice (one of the request's n answers).
 
-    index: index of the choice, from 0.
     logprobs: one object per new token; None if not requested.
     finish_reason: None except in the last delta.
     stop_reason: stop string or stop token id that ended the choice; None if neither ended the choice.
@@ -96,8 +95,7 @@ class Usage:
 class Envelope:
     """Fields of an answer or of its chunks, except choices and usage.
 
-    prompt_token_ids: None if not requested.
-    transfer_params: where decode servers can fetch the prompt; None if not requested.
+    prompt_token_ids, transfer_params: None if not requested.
     """
 
     id: str
@@ -132,11 +130,7 @@ class Envelope:
         with_prompt: bool = False,
         with_transfer: bool = False,
     ) -> ChatCompletionChunk:
-        """Builds a chunk.
-
-        with_usage: add the field `usage`. with_prompt: add `prompt_token_ids`, if requested. with_transfer: add
-        `kv_transfer_params`, if requested.
-        """
+        """Builds a chunk. with_usage, with_prompt, with_transfer: add these fields; the last two only if requested."""
         chunk: ChatCompletionChunk = {
             "id": self.id,
             "object": "chat.completion.chunk",
@@ -167,10 +161,7 @@ class Clock:
 
 
 def make_chunk_choices(delta: Delta, *, is_first: bool) -> list[ChunkChoice]:
-    """Splits a delta into one object each for role, reasoning, text, every call, and the end of the choice.
-
-    is_first: the delta is the first of its choice. Only this delta has an object for the role.
-    """
+    """Splits a delta into objects: role (if `is_first`), reasoning, text, one per call, and the end of the choice."""
     choice_deltas: list[ChoiceDelta] = []
     if delta.reasoning:
         # DeepSeek's clients read `reasoning_content`.

@@ -1,14 +1,10 @@
-"""Checks the size of JSON schemas in requests, and makes the error for a schema that the engine refuses.
-
-The engine later converts and compiles the schemas in a process with limits, because both steps may take very long.
-"""
+"""Checks the size of JSON schemas in requests, and makes the error for a schema that the engine refuses."""
 
 from nanovllm_core.errors import GrammarError, GrammarErrorCode
 from nanovllm_core.grammar.schemas.document import check_schema_size
 from nanovllm_server.protocol.error import ApiError, invalid_grammar
 from nanovllm_server.protocol.json import JSON
 
-# Maps the engine's error codes to the codes of error responses.
 RESPONSE_CODES: dict[GrammarErrorCode, str] = {
     "invalid_schema": "invalid_value",
     "unsupported_schema": "unsupported_schema",

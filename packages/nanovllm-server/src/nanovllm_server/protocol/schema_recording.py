@@ -12,7 +12,7 @@ from nanovllm_server.protocol.error import ApiError
 from nanovllm_server.protocol.field_reader import ANYTHING, FieldReader, Schema
 from nanovllm_server.protocol.json import JSON
 
-# A function that reads and validates a request. `record_schema` ignores the result.
+# Reads and validates a request. `record_schema` ignores the result.
 ReadObject: TypeAlias = Callable[[FieldReader], object]
 # The path from a request to a nested value: field names and array indices.
 KeyPath: TypeAlias = tuple[str | int, ...]
@@ -36,7 +36,7 @@ def record_schema(read: ReadObject, examples: Sequence[dict[str, JSON]]) -> Sche
 
 @dataclass(slots=True)
 class _ObjectNode:
-    """The fields of the request, or of one object nested in it, collected from all examples.
+    """The fields of one object in the request, collected from all examples.
 
     alternatives: schemas by field; a value must match at least one of the field's schemas.
     children: nested objects by field; an array has one child for all its objects.
@@ -74,7 +74,7 @@ class _ObjectNode:
         return schema
 
     def _with_child(self, name: str, documented_schema: Schema) -> Schema:
-        """Extends the schema `documented_schema` of a field with the schema of the field's nested objects."""
+        """Adds the schema of the field's nested objects to the field's schema."""
         if name not in self.children:
             return documented_schema
         types, child = documented_schema.get("type"), self.children[name].schema()

@@ -12,8 +12,6 @@ from nanovllm_server.protocol.reasoning import ReasoningOptions
 class TemplateOptions:
     """Options of the chat template.
 
-    variables: values of the template's variables, by name.
-    documents: None if the request has no documents.
     add_generation_prompt: the prompt ends with the beginning of the model's turn.
     continue_final_message: the prompt ends within the last message, which the model continues.
     """

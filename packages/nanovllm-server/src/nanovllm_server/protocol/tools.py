@@ -37,10 +37,7 @@ class Function:
 
     @property
     def enforced_schema(self) -> JSON:
-        """The schema that the arguments must follow; None allows any object.
-
-        If the schema is enforced and `parameters` is None, the arguments must be {}.
-        """
+        """The schema that the arguments must follow; None allows any object."""
         no_properties: JSON = {"type": "object", "properties": {}, "additionalProperties": False}
         return None if not self.is_enforced else no_properties if self.parameters is None else self.parameters
 
@@ -50,9 +47,7 @@ class Toolbox:
     """The tools of a request.
 
     definitions: all tools of the request, unchanged, for the prompt.
-    functions: functions that the model may call, by name.
     is_restricted: `functions` lacks some functions of `definitions`.
-    allows_parallel_calls: an answer may have several calls.
     """
 
     definitions: tuple[dict[str, JSON], ...]
@@ -64,8 +59,7 @@ class Toolbox:
     def type_schemas(self, parameter_types: ParameterTypes) -> dict[str, JSON]:
         """Returns schemas that state the types of each function's parameters, by function name.
 
-        parameter_types: schemas with the types that the compiled grammar allows, by `Function.path`. These schemas
-            replace the schemas of the request, because the model follows the grammar.
+        parameter_types: schemas by `Function.path`. The model follows these schemas instead of the request's.
         """
         return {
             name: parameter_types.get(function.path, function.parameters) for name, function in self.functions.items()

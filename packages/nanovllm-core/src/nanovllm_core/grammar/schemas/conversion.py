@@ -12,7 +12,6 @@ def convert_schema(schema: JSON, place: str) -> dict[str, JSON]:
 
     A grammar of the converted schema permits at least one value. Each permitted value is valid against `schema`.
     Raises SchemaError if the conversion is not possible.
-
     place: JSON pointer to `schema` in the client's request, for errors.
     """
     document = Document(schema, place)

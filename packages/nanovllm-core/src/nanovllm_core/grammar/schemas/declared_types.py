@@ -1,12 +1,11 @@
-"""Finds the types that a JSON schema declares for its values. `MAX_STEPS` bounds the time of the search."""
+"""Finds the types that a JSON schema declares for its values."""
 
 from nanovllm_core.grammar.schemas.json_values import JSON
 
 # The search stops after this number of subschemas, type names and constants together.
 MAX_STEPS = 10_000
-# Maximum number of characters in a reference.
 MAX_REFERENCE_LENGTH = 1_000
-# Maximum number of references to follow in a chain, which may be circular.
+# Maximum number of references to follow. A chain of references may be circular.
 MAX_REFERENCES = 8
 TYPE_NAMES: dict[type, str] = {
     str: "string",
@@ -22,7 +21,7 @@ TYPE_NAMES: dict[type, str] = {
 def declared_types(schema: JSON, root: JSON) -> set[str]:
     """The types that `schema` and its subschemas in `$ref`, `anyOf`, `oneOf` and `allOf` declare.
 
-    A schema declares types in `type`. If `type` is missing, the schema declares the types of its `enum` or `const`.
+    If `type` is missing, a schema declares the types of its `enum` or `const`.
     root: schema to which references in `schema` are relative.
     """
     types: set[str] = set()
@@ -45,10 +44,7 @@ def declared_types(schema: JSON, root: JSON) -> set[str]:
 
 
 def follow_references(schema: JSON, root: JSON) -> JSON:
-    """Follows references from `schema` to a schema without a reference.
-
-    root: schema that contains the targets of references.
-    """
+    """Follows references from `schema` to a schema without a reference. `root` contains the referenced schemas."""
     for _ in range(MAX_REFERENCES):
         if not isinstance(schema, dict) or not isinstance(schema.get("$ref"), str):
             break

@@ -6,7 +6,7 @@ from urllib.parse import unquote, urldefrag, urljoin
 from nanovllm_core.errors import GrammarError
 from nanovllm_core.grammar.schemas.json_values import JSON
 
-# Limits on a schema: its approximate size as JSON, its depth of nesting, and its number of JSON values.
+# Limits on a schema. MAX_BYTES limits the approximate size as JSON.
 MAX_BYTES = 256 * 1024
 MAX_DEPTH = 64
 MAX_VALUES = 50_000
@@ -25,7 +25,7 @@ class SchemaError(GrammarError):
 
     place: JSON pointer to the keyword.
     problem: the end of the message, after the keyword and the place.
-    is_invalid: True: the schema is invalid. False: the schema is valid, but can't be enforced.
+    is_invalid: False: the schema is valid, but can't be enforced.
     """
 
     def __init__(self, place: str, keyword: str, problem: str, *, is_invalid: bool = False):
@@ -87,10 +87,7 @@ class Document:
         return self._base_uri_by_object_id.get(id(located.schema), located.base_uri)
 
     def resolve_reference(self, located: LocatedSchema, reference: JSON, keyword: str) -> LocatedSchema:
-        """Find the schema that `reference` names. Raises SchemaError.
-
-        located: the schema that contains `reference` as the value of `keyword`.
-        """
+        """Find the schema that `reference` names. `located` contains the reference. Raises SchemaError."""
         place = f"{located.place}/{keyword}"
         if not isinstance(reference, str):
             raise SchemaError(place, keyword, "must be a string", is_invalid=True)

@@ -10,7 +10,7 @@ MAX_SHOWN_CHARACTERS = 80  # Maximum number of characters of a value in an error
 
 
 def describe_value(value: JSON) -> str:
-    """Describe `value` for an error message, in one line."""
+    """Describe `value` for an error message."""
     match value:
         case dict() if value:
             return "an object"

@@ -27,7 +27,6 @@ from nanovllm_core.grammar.schemas.shapes import (
 )
 
 # Counts above MAX_COUNT, for example of minItems, are lowered to MAX_COUNT. MAX_NAMES limits the names in one keyword.
-# MAX_CONSTANTS limits the values of an enum.
 MAX_COUNT = 2**31 - 1
 MAX_NAMES = 2_000
 MAX_CONSTANTS = 2_000
@@ -86,8 +85,6 @@ class _KeywordReader:
             shapes = self.intersect(shapes, self.complement(conjunction, "not"))
         shapes = self.apply_condition(shapes)
         return self.apply_unevaluated(shapes)
-
-    # JSON pointers to keywords (places), errors, and typed access to keywords.
 
     def place_of(self, keyword: str) -> str:
         return f"{self.located.place}/{escape_pointer_part(keyword)}"
@@ -162,8 +159,6 @@ class _KeywordReader:
             problem = f"can't be enforced, because a schema in it {error.problem}"
             raise self.unsupported_error(keyword, problem) from error
 
-    # Keywords.
-
     def read_types(self) -> tuple[Shape, ...]:
         declared = self.schema.get("type")
         shapes: tuple[Shape, ...] = ANY_VALUE_SHAPES
@@ -219,7 +214,7 @@ class _KeywordReader:
     ) -> tuple[Fraction | None, bool]:
         """Returns (bound, whether the range excludes the bound). A bound of None means no limit."""
         bound = self.read_number(keyword)
-        # Up to draft 4, the exclusive keyword is a boolean. True: the range excludes the number in `keyword`.
+        # Up to draft 4, the exclusive keyword is a boolean.
         if isinstance(self.schema.get(exclusive_keyword), bool):
             return bound, self.schema[exclusive_keyword] is True and bound is not None
         exclusive_bound = self.read_number(exclusive_keyword)
@@ -319,7 +314,7 @@ class _KeywordReader:
         options = [(conjunction, self.resolver.shapes(conjunction)) for conjunction in self.subschema_list("oneOf")]
         overlaps = OverlapIndex([option for _, option in options])
         valid_for_one: dict[Shape, None] = {}
-        complements: dict[int, tuple[Shape, ...]] = {}  # Complements of options, by the option's index.
+        complements: dict[int, tuple[Shape, ...]] = {}  # By the option's index.
         for index, (_, option) in enumerate(options):
             for shape in self.intersect(shapes, option):
                 only_in_option: tuple[Shape, ...] = (shape,)

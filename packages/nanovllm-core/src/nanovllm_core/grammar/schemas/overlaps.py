@@ -9,8 +9,8 @@ class OverlapIndex:
     """Finds the options of a `oneOf` that may share a value with a shape, without a comparison with each option."""
 
     def __init__(self, options: Sequence[tuple[Shape, ...]]):
-        self._indices_by_key: dict[str, set[int]] = {}  # Indices of options, by the key of each constant.
-        self._indices_by_type: dict[type[Shape], set[int]] = {}  # Indices of options, by the type of each shape.
+        self._indices_by_key: dict[str, set[int]] = {}
+        self._indices_by_type: dict[type[Shape], set[int]] = {}
         for index, option in enumerate(options):
             for shape in option:
                 if isinstance(shape, ConstantShape):

@@ -19,7 +19,6 @@ from nanovllm_core.grammar.schemas.characters import (
     normalize_ranges,
 )
 
-# Limits on the number of characters of a pattern, and on the depth of its groups.
 MAX_PATTERN_LENGTH = 4096
 MAX_NESTING = 40
 # Maximum estimated number of a pattern's automaton states. A repeated group's states count once per repetition.
@@ -120,7 +119,7 @@ class _Parser:
         return self.text[self.position : self.position + count]
 
     def skip(self, word: str) -> bool:
-        """Skip `word` if the remaining pattern begins with `word`. Returns whether `word` was skipped."""
+        """Skip `word`. Returns False if the remaining pattern does not begin with `word`."""
         if self.text.startswith(word, self.position):
             self.position += len(word)
             return True
@@ -305,11 +304,7 @@ def convert_to_full_match(tree: Node) -> Node:
 
 
 def _add_any_string_at_ends(node: Node, is_first: bool, is_last: bool) -> Node:
-    """Adds `ANY_STRING` at the start and the end of the whole pattern where `node` has no anchor.
-
-    is_first: whether `node` is at the start of the whole pattern.
-    is_last: whether `node` is at the end of the whole pattern.
-    """
+    """Adds `ANY_STRING` at the start and the end of the whole pattern where `node` has no anchor."""
     if isinstance(node, Alternation) and _has_anchor(node):
         return Alternation(tuple(_add_any_string_at_ends(option, is_first, is_last) for option in node.options))
     parts: list[Node] = list(node.parts) if isinstance(node, Concatenation) else [node]
@@ -386,7 +381,7 @@ def _count_states(node: Node) -> int:
         case Concatenation(parts) | Alternation(parts):
             return 1 + sum(_count_states(part) for part in parts)
         case Repeat(CharacterSet()):
-            # xgrammar counts the repetitions of a single character, and does not copy the state of the character.
+            # xgrammar counts the repetitions of a single character instead of copying the character's state.
             return 2
         case Repeat(part, low, high):
             return 1 + _count_states(part) * max(low, high or 1, 1)

@@ -133,7 +133,7 @@ class _SchemaWriter:
         self.root = root
         self.depth = 0  # Number of nested subschemas that are being written in place.
         self.plans_by_conjunction = plans_by_conjunction
-        self.satisfiable = satisfiable  # The conjunctions that allow a value.
+        self.satisfiable = satisfiable
         self.num_uses: dict[Conjunction, int] = {}
         for value_plans in plans_by_conjunction.values():
             for plan in value_plans or ():

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from nanovllm_core.grammar.schemas import regex
 from nanovllm_core.grammar.schemas.characters import Ranges
 
-# A function that adds to the number of steps of one schema's conversion. It raises SchemaError above the limit.
+# Adds to the steps of one schema's conversion. Raises SchemaError above the limit.
 CountSteps = Callable[[int], None]
 # Number of string positions that a search counts as one step.
 POSITIONS_PER_STEP = 8

@@ -30,9 +30,8 @@ from nanovllm_core.grammar.schemas.shapes import (
     with_origins_of,
 )
 
-# Maximum number of steps, such as intersections of two shapes, to convert one schema for xgrammar. A step takes about
-# 2.5 us. Published schemas take less than 50,000 steps.
-# Without this limit, a few kilobytes of `oneOf` take seconds: the time is quadratic in the number of alternatives.
+# Maximum number of steps, such as intersections of two shapes, in one schema's conversion. A step takes about 2.5 us.
+# Published schemas take less than 50,000 steps. Without a limit, a few kilobytes of `oneOf` would take seconds.
 MAX_STEPS = 120_000
 # Maximum number of shapes of one conjunction.
 MAX_SHAPES = 4096
@@ -59,21 +58,19 @@ class ShapeResolver:
     """Finds and caches the shapes of each conjunction.
 
     A conjunction is a tuple of numbers. Each schema and each negation gets its number at its first use.
-    reader: finds the shapes of one schema or negation.
     """
 
     def __init__(self, document: Document, reader: "SchemaReader"):
         self.document = document
         self._reader = reader
-        # An entry is a schema or a negation. Its index is its number. Number 0 is the schema `false`.
+        # The index of an entry is its number. Number 0 is the schema `false`.
         self._entries: list[LocatedSchema | Negation | None] = [None]
         # The key of a schema is its `id`, because dicts are not hashable.
         self._entry_numbers: dict[int | Negation, int] = {}
         self._shapes: dict[Conjunction, tuple[Shape, ...]] = {(): ANY_VALUE_SHAPES, FALSE_SCHEMA: ()}
         self._conjunctions_in_progress: list[Conjunction] = []
         self._num_steps = 0
-        # Number of object plans with declared properties that also allow undeclared ones. Only the
-        # module `undeclared_properties` uses this number.
+        # Counts object plans with declared and undeclared properties, for the module `undeclared_properties`.
         self.num_open_objects = 0
         # Maps the `id` of a shape to (shape, schemas by property name). The shape stays alive, so its `id` is unique.
         self._properties_by_shape_id: dict[int, tuple[ObjectShape, dict[str, Conjunction]]] = {}
@@ -152,13 +149,8 @@ class ShapeResolver:
         entry = self._entries[index]
         return () if entry is None else self._reader(self, entry)
 
-    # Intersection.
-
     def intersect(self, first: Sequence[Shape], second: Sequence[Shape], place: str) -> tuple[Shape, ...]:
-        """The shapes of the values in both `first` and `second`. Raises SchemaError for too many shapes.
-
-        place: JSON pointer for the error.
-        """
+        """The shapes of the values in both `first` and `second`. Raises SchemaError at `place` for too many shapes."""
         self.count_steps()
         if first is ANY_VALUE_SHAPES:
             return tuple(second)
@@ -282,8 +274,6 @@ class ShapeResolver:
     def _pattern_place(self, shape: Shape) -> str:
         return next((place for _, place in shape.places), self.document.root.place)
 
-    # Membership.
-
     def admits(self, conjunction: Conjunction, value: JSON) -> bool:
         """Whether `value` is valid against all schemas of `conjunction`."""
         return any(self._shape_admits(shape, value) for shape in self.shapes(conjunction))
@@ -325,8 +315,6 @@ class ShapeResolver:
             if count < contained.low or (contained.high is not None and count > contained.high):
                 return False
         return all(self.admits(schemas_of_item(shape, index), item) for index, item in enumerate(value))
-
-    # Search for shapes without values.
 
     def may_have_value(self, shapes: Iterable[Shape], depth: int = MAX_EMPTINESS_DEPTH) -> bool:
         """Returns False only if the shapes allow no value. True may be wrong, because `depth` bounds the search."""

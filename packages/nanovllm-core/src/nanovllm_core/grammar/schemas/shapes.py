@@ -1,7 +1,6 @@
 """Defines shapes. A shape describes values of one JSON type. A schema allows the values of all its shapes.
 
-A shape refers to the schemas of its items and properties by number. If a shape contained the shapes of these schemas,
-the shape of a recursive schema would never end.
+A shape refers to the schemas of its items and properties by number, because schemas may be recursive.
 A bound of None means no limit.
 """
 
@@ -36,7 +35,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class ConstantShape(Shape):
-    """One value. key: `json_values.equality_key(value)`. Two values have the same key if and only if they are equal."""
+    """One value. key: `json_values.equality_key(value)`."""
 
     value: JSON = field(compare=False)
     key: str
@@ -46,8 +45,7 @@ class ConstantShape(Shape):
 class NumberShape(Shape):
     """Numbers from `low` to `high`, except the numbers in `excluded`.
 
-    excludes_low: the range excludes `low`.
-    excludes_high: the range excludes `high`.
+    excludes_low, excludes_high: the range excludes `low` or `high`.
     divisors: each number is a multiple of every divisor.
     """
 
@@ -64,8 +62,7 @@ class NumberShape(Shape):
 class StringShape(Shape):
     """Strings of `low` to `high` code points, except the strings in `excluded`.
 
-    patterns: a search in the string finds each of these patterns.
-    forbidden_patterns: a search in the string finds none of these patterns.
+    patterns, forbidden_patterns: a search in the string finds each of `patterns`, and none of `forbidden_patterns`.
     format: value of the keyword `format`. The grammar enforces known formats. `ShapeResolver.admits` ignores formats.
     """
 
@@ -92,7 +89,6 @@ class ArrayShape(Shape):
 
     prefix: schemas of the first items, one conjunction per item.
     rest: schemas of every other item.
-    unique: the items are distinct.
     has_declared_rest: a keyword defines `rest`, so the keyword unevaluatedItems does not apply to this array.
     """
 
@@ -109,7 +105,6 @@ class ArrayShape(Shape):
 class ObjectShape(Shape):
     """Objects of `low` to `high` properties, whose names are valid against `name_schemas`.
 
-    properties: pairs (name, schemas of the value).
     patterns: pairs (pattern, schemas of the value). A pair applies to each name in which a search finds the pattern.
     rest: schemas of every other property; None if no keyword mentions other properties.
     """
@@ -217,7 +212,7 @@ def schemas_of_item(shape: ArrayShape, index: int) -> Conjunction:
 
 
 def with_origins_of(shape: Shape, *origins: Shape) -> Shape:
-    """Give `shape` the places and flags of `origins`, from which `shape` was made."""
+    """Give `shape` the places and flags of `origins`."""
     return replace(
         shape,
         places=tuple(dict.fromkeys(place for origin in origins for place in origin.places)),

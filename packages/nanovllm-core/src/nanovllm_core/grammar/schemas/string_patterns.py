@@ -107,9 +107,7 @@ def _limit_varying_part(parts: tuple[regex.Node, ...], low: int, high: int | Non
 class _TrieNode:
     """A node of the trie of excluded strings.
 
-    is_end: an excluded string ends here.
-    is_truncated: an excluded string continues below this node, which has the trie's maximum depth. All strings with
-        this node's prefix are excluded.
+    is_truncated: an excluded string continues below the maximum depth. All strings with this prefix are excluded.
     """
 
     is_end: bool = False

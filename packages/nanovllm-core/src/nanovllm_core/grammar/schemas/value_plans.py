@@ -33,7 +33,7 @@ from nanovllm_core.grammar.schemas.undeclared_properties import plan_undeclared_
 
 # Maximum number of constants that replace a keyword such as multipleOf or uniqueItems.
 MAX_ENUMERATED_VALUES = 2_000
-# Maximum number of enum values of the items of an array with uniqueItems. A list of arrays replaces the array's schema.
+# Maximum number of enum values for the items of an array with uniqueItems.
 MAX_UNIQUE_ENUM_VALUES = 200
 # Maximum value of minItems and maxItems in xgrammar.
 MAX_ITEMS = 100_000
@@ -130,7 +130,7 @@ def plan_values(resolver: ShapeResolver, conjunction: Conjunction) -> tuple[Plan
 
 
 def _infer_types(shapes: tuple[Shape, ...]) -> tuple[Shape, ...]:
-    """If all types are allowed, keep only the types that a keyword restricts: `properties` alone implies an object."""
+    """If all types are allowed, keep only types that a keyword restricts: `properties` alone implies an object."""
     if len(shapes) < len(ANY_VALUE_SHAPES):
         return shapes
     unrestricted_shapes = set(ANY_VALUE_SHAPES)
@@ -149,9 +149,6 @@ def _infer_types(shapes: tuple[Shape, ...]) -> tuple[Shape, ...]:
 
 def _error_at(shape: Shape, keyword: str, place: str, problem: str) -> SchemaError:
     return SchemaError(keyword_place(shape, keyword) or place, keyword, problem)
-
-
-# Numbers.
 
 
 def _check_constant(shape: ConstantShape, place: str) -> None:
@@ -221,7 +218,6 @@ def _common_multiple(shape: NumberShape, place: str) -> Fraction | None:
     """The least common multiple of `shape.divisors`; None if there are no divisors."""
     step: Fraction | None = None
     for divisor in shape.divisors:
-        # The least common multiple of fractions in lowest terms.
         step = divisor if step is None else step * (step / divisor).denominator
     if step is not None and shape.integer and step.denominator != 1:
         # An integer is a multiple of n/d (in lowest terms) if it is a multiple of n.
@@ -269,18 +265,12 @@ def _divides_power_of_ten(step: int) -> bool:
     return 10 ** step.bit_length() % step == 0
 
 
-# Strings.
-
-
 def _plan_strings(shape: StringShape, place: str, count_steps: CountSteps) -> list[Plan]:
     if not (shape.low or shape.high is not None or shape.patterns or shape.forbidden_patterns or shape.excluded):
         pattern = None if shape.format is None else pattern_of_format(shape.format)
         return [StringPlan(pattern)]
     pattern = string_pattern(shape, place, count_steps)
     return [] if pattern is None else [StringPlan(pattern)]
-
-
-# Arrays.
 
 
 def _plan_arrays(resolver: ShapeResolver, shape: ArrayShape, place: str) -> list[Plan]:
@@ -335,9 +325,6 @@ def _plan_unique_items(
                 return ConstantsPlan(tuple(list(array) for length in lengths for array in arrange(values, length)))
     problem = f"can be enforced only if items are an enum that allows at most {MAX_ENUMERATED_VALUES} arrays"
     raise _error_at(shape, "uniqueItems", place, f"{problem}; leave it out")
-
-
-# Objects.
 
 
 def _plan_objects(resolver: ShapeResolver, shape: ObjectShape, place: str) -> list[Plan]:

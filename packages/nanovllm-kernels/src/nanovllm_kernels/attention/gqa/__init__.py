@@ -23,7 +23,7 @@ __all__ = [
 
 # Page size, in tokens, that is used unless larger pages make attention faster.
 DEFAULT_PAGE_SIZE = 16
-# If no request of a step has more queries than this number, the CuTe DSL kernel may compute all requests of the step.
+# The CuTe DSL kernel may compute all requests of a step if no request has more queries.
 MAX_TILED_QUERIES = 16
 
 
@@ -52,8 +52,8 @@ def plan_batch(
         and sees the tokens up to this position.
     num_decodes: number of leading requests with exactly one query. None: the host does not know this number. A captured
         graph can then be replayed for any lengths within the bounds. The backend "torch" does not allow None.
-    max_query_len: upper bound on the queries of a request. Launches depend on this bound.
-    max_seq_len: upper bound on the tokens of a request. Launches depend on this bound.
+    max_query_len: upper bound on the queries of a request.
+    max_seq_len: upper bound on the tokens of a request.
     num_heads: number of query heads.
     kv_cache: the cache of any layer; only shape, dtype and device matter.
     backend: "torch" runs everywhere, but waits for the device on CUDA. Other backends need CUDA (or Triton's
@@ -95,10 +95,9 @@ def _plan_cute_decodes(
     backend: Backend,
     dtype: torch.dtype,
 ) -> AttentionBatch:
-    """Plan the requests of the CuTe DSL kernel, if the kernel supports the sizes and dtypes. Return the new batch.
+    """Plan the requests of the CuTe DSL kernel, if the kernel supports the sizes and dtypes.
 
-    If each request has few queries (for example, decodes with drafts), the kernel computes all requests. If not, the
-    kernel computes only the requests with one query.
+    With few queries per request (decodes with drafts), the kernel computes all requests; else those with one query.
     """
     has_few_queries = 1 < batch.max_query_len <= MAX_TILED_QUERIES
     if (num_decodes == 0 and not has_few_queries) or backend not in ("cutedsl", "fastest") or not has_cute():
@@ -141,7 +140,7 @@ def _plan_work_lists(
     *,
     has_only_whole_prompts: bool,
 ) -> AttentionBatch:
-    """Plan work lists (for Triton) and FlashAttention for requests that CuTe DSL leaves out. Return the new batch."""
+    """Plan work lists (for Triton) and FlashAttention for the requests that CuTe DSL leaves out."""
     if batch.cute_tiles is not None:
         return batch
     num_kv_heads, head_dim = kv_cache.shape[2] // 2, kv_cache.shape[3]
@@ -154,7 +153,7 @@ def _plan_work_lists(
     queries_per_tile = [config.block_m // group_size for config in configs]
     min_query_len = 2 if num_decodes == 0 or batch.cute_seq_lens is not None else 1
     query_len_ranges = split_query_lens(*queries_per_tile, min_query_len, batch.max_query_len)
-    # The default filter keeps all requests in work lists. Another filter leaves some requests to FlashAttention.
+    # The default filter leaves no requests to FlashAttention.
     request_filter, excluded_query_lens = WorkListFilter(), None
     min_flash_queries = flash_prefill.MIN_QUERY_LEN_OF_CAPTURED_STEPS if num_decodes is None else 2
     uses_flash = (
@@ -182,8 +181,7 @@ def _plan_work_lists(
             num_head_blocks=num_kv_heads,
             num_tokens=num_tokens,
         )
-        # The list can have work if at least one condition holds: a request may have one query, more than `max_excluded`
-        # requests exist, or a request may have `min_context` tokens before this step.
+        # The list has no work if FlashAttention takes all of its requests.
         may_have_work = (
             query_lens.start == 1
             or len(batch.seq_lens) > request_filter.max_excluded

@@ -1,9 +1,7 @@
 """Compiles and launches the CuTe DSL kernel of paged decode on Hopper.
 
-A tile holds consecutive queries of a request, which share the loads of keys and values. A decode without drafts has one
-query. A decode with drafts has several queries, and may need several tiles. The kernel computes each tile
-independently. The grid depends only on the device and the number of key-value heads, so that one CUDA graph serves any
-lengths.
+A tile holds consecutive queries of a request, which share the loads of keys and values. The grid depends only on the
+device and the number of key-value heads, so that one CUDA graph serves any lengths.
 Importing this module imports CUTLASS (the extra `cutedsl`), and takes seconds.
 """
 
@@ -30,7 +28,7 @@ CUTLASS_DTYPES = {torch.bfloat16: BFloat16, torch.float16: Float16}
 
 
 class RingSize(NamedTuple):
-    """Size of a CTA's rings in shared memory. Each warp has one ring buffer, which holds `num_stages` x 16 tokens."""
+    """Ring buffers of a CTA in shared memory: one per warp, of `num_stages` x 16 tokens."""
 
     num_warps: int
     num_stages: int
@@ -93,7 +91,6 @@ def plan_tiles(seq_lens: Tensor, query_start_loc: Tensor, max_query_len: int, ti
 
     seq_lens: int32 [B], number of tokens of each request.
     query_start_loc: int32 [B + 1], index of each request's first query in the step, then the number of queries.
-    max_query_len: maximum number of queries of a request.
     tile_queries: maximum number of queries of a tile.
     """
     num_tiles = -(-max_query_len // tile_queries)
@@ -108,7 +105,6 @@ def allocate_workspace(
     max_tiles: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device, *, tile_queries: int = 1
 ) -> DecodeWorkspace:
     """Allocate a workspace for at most `max_tiles` tiles of any lengths. tile_queries: maximum queries of a tile."""
-    # Each slot holds a partial result of either one part (a CTA's share of the work) or one group of parts.
     num_part_slots, num_group_slots = count_slots(_num_parts(num_kv_heads, device))
     num_rows = (num_part_slots + num_group_slots) * num_heads * tile_queries
     return DecodeWorkspace(

@@ -251,7 +251,6 @@ class DecodeKernel:
                 row_sum.fill(0.0)
                 row_max.fill(NO_SCORE)
                 while slice_index < tile_part_end:
-                    # `spare_slot` is free: the warp has finished the previous slice, if any.
                     next_cache_index, next_slice, next_tile, next_tile_begin, next_tile_end = self.refill_slot(
                         loader, spare_slot, next_cache_index, next_slice, next_tile, next_tile_begin, next_tile_end
                     )
@@ -317,7 +316,7 @@ class DecodeKernel:
     def find_part(self, tile_lens: cute.Tensor, num_tiles: Int32, num_parts: Int32, part: Int32, lane: Int32):
         """Return (slices per part, part's first slice, part's end, first tile, tile's first slice, tile's end).
 
-        Each lane counts the slices of an equal number of tiles. Both ends are exclusive.
+        Both ends are exclusive.
         """
         tiles_per_lane = (num_tiles + (WARP_SIZE - 1)) >> 5
         first_tile = lane * tiles_per_lane
@@ -352,7 +351,7 @@ class DecodeKernel:
 
         Return (cache index of the next slice, next slice, the slice's tile, begin and end of this tile).
         """
-        # A cache index is a position in the cache, counted in slices. Look up all indexes first, so that loads overlap.
+        # Look up all indexes first, so that the loads overlap.
         num_stages = self.shape.num_stages
         cache_indexes = []
         for stage in cutlass.range_constexpr(num_stages):

@@ -61,8 +61,7 @@ def clear_empty_tiles(
 ):
     """Zero the outputs of tiles without tokens. CTAs divide these tiles among themselves.
 
-    Requires that tile b is the only query of request b. A list of tiles does not need this function: its tiles without
-    tokens have no queries, and thus no outputs.
+    Requires that tile b is the only query of request b.
     """
     for tile in range(part, num_tiles, exchange.num_parts):
         if tile_lens[tile] == 0:
@@ -212,10 +211,7 @@ def _share_rows(
 
 
 def _locate_lane_sums(shape, lane, row, lane_row, mma_tile):
-    """Locate the two sums of a lane in one tile of `mma`. The two sums are adjacent in shared memory.
-
-    Return (offset of the two sums in shared memory, index of the first sum in `acc`, index of the second sum in `acc`).
-    """
+    """Locate a lane's two sums in one tile of `mma`. Return (offset in shared memory, two indices in `acc`)."""
     # `octet` is the index of 8 adjacent sums in a row. `column` is the position of the lane's first sum.
     if not shape.is_fp8:
         octet, column = mma_tile, (lane & 3) * 2

@@ -1,8 +1,7 @@
 """Computes the attention to 16 cached tokens (a slice) in a warp of the CuTe DSL decode kernel.
 
-A tile holds consecutive queries of one request, for the query heads of one key-value head. All rows of a tile share the
-loads of keys and values. Row r is head r % group_size of query r // group_size. Products use `mma.m16n8k16`. The
-softmax is online (Milakov and Gimelshein 2018), in base 2.
+A tile holds consecutive queries of one request, for the query heads of one key-value head. Row r is head r % group_size
+of query r // group_size. Products use `mma.m16n8k16`. The softmax is online (Milakov and Gimelshein 2018), in base 2.
 """
 
 from dataclasses import dataclass
@@ -33,7 +32,6 @@ class DecodeShape:
     has_tile_list: whether the caller lists the tiles. If False, each request has one query, and tile b is the query of
         request b, in row b of the queries.
     tile_queries: maximum number of queries per tile. A tile has at most 16 rows, or 8 with an FP8 cache.
-    num_warps: warps of a CTA.
     num_stages: number of slots in each warp's ring buffer in shared memory. A slot holds one slice.
     """
 
@@ -102,7 +100,6 @@ class QueryTile:
     q: pointer to the first element of all queries.
     offset: index of the first element of the tile's first query and head.
     token_stride: elements from one query to the next.
-    num_queries: number of queries in the tile.
     """
 
     q: cute.Pointer
@@ -153,7 +150,6 @@ def attend(
 
     acc: sums of weighted values. row_max, row_sum: maximum score and sum of weights of each of the lane's rows.
     num_valid: number of tokens, counted from the slice's first token, that the tile's last query sees.
-    num_queries: number of queries in the tile.
     """
     scores = cute.make_rmem_tensor(SLICE_TOKENS // 2, Float32)
     addresses = lane_addresses(slice_address, lane)

@@ -84,7 +84,6 @@ def attend(
 
     scales_address: address of the slice's key scales in shared memory. Value scales follow the key scales.
     row_max: maximum score minus MAX_WEIGHT_LOG2.
-    num_valid: number of tokens, counted from the slice's first token, that the tile's last query sees.
     scale_log2: factor of scores: softmax scale * log2(e), times the power of two that divided the queries.
     row_sum: sum of the weights, each divided by its value scale.
     """

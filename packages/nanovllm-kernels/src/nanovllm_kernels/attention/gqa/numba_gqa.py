@@ -161,7 +161,6 @@ def _attend_items(args_ptr):
             break
         request, first_token = tiles[item // num_kv_heads, 0], tiles[item // num_kv_heads, 1]
         num_tokens = min(tokens_per_tile, query_starts[request + 1] - first_token)
-        # Number of keys that the first token sees.
         first_num_keys = seq_lens[request] - query_starts[request + 1] + first_token + 1
         kv_head, padded_dims = item % num_kv_heads, (key_dim, value_dim)
         _attend_tile(args, kv_head, request, first_token, num_tokens, first_num_keys, padded_dims, scale, scratch_ptr)
@@ -172,9 +171,8 @@ def _attend_items(args_ptr):
 def _attend_tile(args, kv_head, request, first_token, num_tokens, first_num_keys, padded_dims, scale, scratch_ptr):
     """Compute attention of one tile, for the query heads of `kv_head`.
 
-    first_token, num_tokens: first token of the tile, and number of tokens.
     first_num_keys: number of keys that the first token sees.
-    padded_dims: (head size rounded up to a multiple of UNROLL, head size rounded up to a multiple of PANEL_WIDTH).
+    padded_dims: head sizes, rounded up to multiples of UNROLL and of PANEL_WIDTH.
     """
     num_heads, num_kv_heads = args[_NUM_HEADS], args[_NUM_KV_HEADS]
     head_dim, page_size = args[_HEAD_DIM], args[_PAGE_SIZE]

@@ -1,8 +1,8 @@
 """Computes paged grouped-query attention of a work list in Triton, for requests with any number of queries.
 
-A tile holds consecutive queries of one request, for the query heads of one key-value head. All rows of a tile share the
-loads of keys and values. The work list cuts each tile's keys into blocks, concatenates the blocks of all tiles, and
-cuts this sequence into parts. A part may span several tiles. A program computes one part for one key-value head.
+A tile holds consecutive queries of one request, for the query heads of one key-value head. The work list cuts each
+tile's keys into blocks, concatenates the blocks of all tiles, and cuts this sequence into parts. A part may span
+several tiles. A program computes one part for one key-value head.
 """
 
 import triton
@@ -123,8 +123,7 @@ def _attend(
     rows = tl.arange(0, BLOCK_M)
     heads = kv_head * GROUP_SIZE + rows % GROUP_SIZE
     dims = tl.arange(0, PADDED_DIM)
-    # disable_licm: without loop-invariant code motion, each tile computes its addresses again. Addresses that stayed in
-    # registers across tiles would leave too few registers for the products.
+    # disable_licm: addresses that stayed in registers across tiles would leave too few registers for the products.
     for tile in tl.range(first_tile, end_tile, disable_licm=True):
         # `partial_slot`: index in the partial results to store at, or -1 if this part has all blocks of the tile.
         first_block, end_block, partial_slot = load_segment(tile_first_blocks_ptr, tile, part, part_start, part_end)

@@ -34,7 +34,6 @@ def attend_range(
     acc = tl.zeros(q.shape, dtype=tl.float32)
     running_max = tl.full([q.shape[0]], float("-inf"), dtype=tl.float32)
     running_sum = tl.zeros([q.shape[0]], dtype=tl.float32)
-    # Every query sees all keys of the first loop, so only the second loop masks keys.
     for masked in tl.static_range(0 if UNMASKED_LOOP else 1, 2):
         for start in tl.range(begin, end if masked else unmasked_end, BLOCK_N):
             key_positions = start + tl.arange(0, BLOCK_N)

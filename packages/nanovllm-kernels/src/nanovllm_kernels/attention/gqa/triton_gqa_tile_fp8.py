@@ -49,7 +49,6 @@ def attend_fp8_range(
     """Attend like `triton_gqa_tile.attend_range`.
 
     The returned maximum is the maximum score (base 2) minus 15. The returned sum of weights excludes the value scales.
-    q: queries in their original dtype.
     exponents_ptr: pointer to the key head's scale in the cache's first slot. A scale is stored as a biased exponent.
     """
     q, scale_log2 = queries_to_float16(q, scale_log2)

@@ -3,8 +3,8 @@
 The cache holds one latent and one rotated key part (with rotary embedding) per token, shared by all heads. Absorbed
 attention works on latents: it projects queries into the latent space, and projects results back. A whole prompt has
 several tokens, and all of them are in the step. For whole prompts, latents are expanded to keys and values instead,
-because this needs less arithmetic. The projections of absorbed attention skip whole prompts at the end of a step. A
-key has K unrotated and R rotated elements, a value has V elements, and a latent has L elements.
+because this needs less arithmetic.
+Sizes: a key has K unrotated and R rotated elements, a value has V elements, and a latent has L elements.
 """
 
 from dataclasses import replace

@@ -255,7 +255,7 @@ def _score_and_sum(
     queries_ready, queries_free = signals.index(0), signals.index(1)
     weights_ready, weights_free = signals.index(2), signals.index(3)
     columns = gl.arange(0, 64, gl.SliceLayout(0, SCORE_LAYOUT))
-    num_blocks_done = 0  # Counts blocks of 64 latents.
+    num_blocks_done = 0
     num_tiles_done = 0
     num_exchanges = 0  # Counts how often these warps have passed weights or row factors to the other warps.
     first_tile, end_tile, head = load_program_tiles(plan, NUM_HEADS)
@@ -330,7 +330,7 @@ def _sum_second_half(
     stage_full, stage_empty, signals = barriers
     SUM_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
     weights_ready, weights_free = signals.index(2), signals.index(3)
-    num_blocks_done = 0  # Counts blocks of 64 latents.
+    num_blocks_done = 0
     num_exchanges = 0
     first_tile, end_tile, head = load_program_tiles(plan, NUM_HEADS)
     for tile in range(first_tile, end_tile):

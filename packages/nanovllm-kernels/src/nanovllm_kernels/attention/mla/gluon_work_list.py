@@ -1,7 +1,7 @@
-"""Reads the work of a program of `gluon_absorbed`: one part of a work list, for a block of 64 heads.
+"""Reads the work of a `gluon_absorbed` program: one part of a work list, for a block of 64 heads.
 
-The parameter `plan` is a tuple of pointers: the tensors of a `WorkList`, then `seq_lens` and `query_start_loc`. A tile
-is one query. A work list counts latents (keys) in blocks of 64 tokens.
+`plan` is a tuple of pointers: the tensors of a `WorkList`, then `seq_lens` and `query_start_loc`. A tile is one query.
+A block has up to 64 latents (keys).
 """
 
 from triton.experimental import gluon
@@ -38,15 +38,11 @@ def load_tile_share(plan, tile, NUM_HEADS: gl.constexpr):
     request, query, query_start, _query_len, context_len = _load_tile(
         tiles_ptr, seq_lens_ptr, query_start_loc_ptr, tile
     )
-    # A query sees the tokens up to and including its own token.
     end = gl.minimum(end_block * 64, context_len + query + 1)
     return request, query_start + query, first_block * 64, end, partial_slot
 
 
 @gluon.jit
 def partial_rows(partial_slot, head, rows, NUM_HEADS: gl.constexpr):
-    """Return indices of rows of the partial results in slot `partial_slot`.
-
-    rows: indices (0 to 63) of heads in the block of 64 heads that begins with `head`.
-    """
+    """Return the rows of heads `head` + `rows` in slot `partial_slot` of the partial results. rows: 0 to 63."""
     return (partial_slot.to(gl.int64) * (NUM_HEADS // 64) + head // 64) * 64 + rows

@@ -1,8 +1,7 @@
 """Computes latent attention in plain torch: the reference for the kernels' tests, and the CPU path.
 
-Decodes are computed in groups (`DecodeGroup`), over latents (absorbed attention). Prefills are computed one request at
-a time, over keys and values that are expanded from the request's latents. A key has K unrotated and R rotated elements.
-A value has V elements. A latent has L elements.
+Decodes attend directly to latents, in groups (`DecodeGroup`). Prefills attend to expanded keys and values, one request
+at a time. A key has K unrotated and R rotated elements. A value has V elements.
 """
 
 import torch
@@ -41,7 +40,7 @@ def _attend_decodes(
     key_dim = q_unrotated.shape[2]
     key_expansion, value_expansion = expansion[:, :key_dim], expansion[:, key_dim:]
     q_latent = torch.bmm(q_unrotated.transpose(0, 1), key_expansion).transpose(0, 1)
-    # All heads share the keys. The heads become queries of one head.
+    # All heads share the keys, so the heads become queries of one head.
     queries = torch.cat((q_latent, q_rope), -1).unsqueeze(1)
     mask = convert_mask(group.mask, q.dtype)
     latent_results = functional.scaled_dot_product_attention(queries, k, k[..., :latent_dim], mask, scale=scale)
@@ -67,5 +66,5 @@ def _attend_prefill(
 
 
 def _split_last(x: Tensor, num_last: int) -> tuple[Tensor, Tensor]:
-    """Split the last dimension. Return (elements before the last `num_last`, last `num_last` elements)."""
+    """Split the last dimension before its last `num_last` elements."""
     return x[..., : x.shape[-1] - num_last], x[..., x.shape[-1] - num_last :]

@@ -1,7 +1,6 @@
 """Computes absorbed attention (directly over latents) of a work list on CUDA, for requests with any number of queries.
 
 A tile holds the queries of many heads at a few positions of one request. These heads share the loads of latents.
-On Hopper, `gluon_absorbed` computes the work lists of models with many heads.
 """
 
 import triton
@@ -184,7 +183,6 @@ def _attend_latents(
         query = load_queries(
             query_sources, tokens, heads, row_mask, dims, rope_dims, scale_log2, LATENT_DIM, ROPE_DIM, QUANTIZED
         )
-        # A tile sees the tokens up to its last query.
         end = tl.minimum(end_block * BLOCK_N, context_len + tl.minimum(first_query + BLOCK_Q, query_len))
         cache = (kv_ptr, scales_ptr, block_tables_ptr + request.to(tl.int64) * table_stride)
         bounds = (first_block * BLOCK_N, end)

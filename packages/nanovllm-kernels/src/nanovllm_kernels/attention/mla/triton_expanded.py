@@ -1,7 +1,7 @@
 """Computes latent attention of whole prompts on CUDA, over expanded keys and values.
 
-A whole prompt has several tokens, and this step computes all of them. The caller expands the gathered latents by a
-matrix product. A key has K unrotated and R rotated elements, and a value has V elements.
+A whole prompt has several tokens, and this step computes all of them. A key has K unrotated and R rotated elements, and
+a value has V elements.
 """
 
 import triton
@@ -14,10 +14,7 @@ from nanovllm_kernels.attention.triton_softmax import LOG2_E, power_of_2_from_bi
 
 
 def gather_latents(requests: PagedRequests, out: Tensor) -> None:
-    """Copy and dequantise each token of a whole prompt from the cache to the token's row of `out` [T, L + R].
-
-    A cached token has a latent of L elements and R rotated elements of a key.
-    """
+    """Copy and dequantise each token (latent [L], rotated key [R]) of whole prompts to its row of `out` [T, L + R]."""
     kv_cache, kv_scales, block_tables, seq_lens, query_start_loc = requests
     num_tokens, width = out.shape
     _gather_latents[(num_tokens,)](
@@ -38,10 +35,7 @@ def gather_latents(requests: PagedRequests, out: Tensor) -> None:
 
 
 def copy_k_rope_to_heads(k_rope: Tensor, keys: Tensor) -> None:
-    """Copy `k_rope` [T, R] to the last R elements of each head of `keys` [T, H, K + R].
-
-    k_rope: stride 1 in R, any stride in T. keys: contiguous.
-    """
+    """Copy `k_rope` [T, R] (stride 1 in R) to the last R elements of each head of contiguous `keys` [T, H, K + R]."""
     num_tokens, num_heads, head_dim = keys.shape
     _copy_k_rope_to_heads[(num_tokens,)](
         k_rope,
@@ -132,7 +126,6 @@ def _gather_latents(
 @triton.jit
 def _find_request(query_start_loc_ptr, num_reqs, tile, BLOCK_Q: tl.constexpr, EXTRA_TILES: tl.constexpr):
     """Return the request of a tile. Request r's tiles begin at (r's first token) // BLOCK_Q + r * EXTRA_TILES."""
-    # Find the last request whose tiles begin at or before `tile`, by binary search.
     low = 0
     high = num_reqs - 1
     while low < high:

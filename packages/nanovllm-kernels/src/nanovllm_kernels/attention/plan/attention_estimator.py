@@ -16,11 +16,10 @@ def attention_pairs(start: int, num_tokens: int) -> int:
 class AttentionEstimator(NamedTuple):
     """Estimates the time of prompt attention, which a device computes in rounds of `tiles_per_round` tiles.
 
-    A chunk has a long context if at least `min_work_list_context` tokens of the request precede the chunk. If all
-    chunks with a long context have fewer than `work_list_limit` tokens together, the kernels for work lists compute
-    these chunks. These kernels split the work evenly over the device, so the chunks take no rounds.
-
     tile_tokens: maximum number of tokens in a tile. A tile is consecutive tokens of one chunk.
+    min_work_list_context: a chunk has a long context if at least this many tokens of the request precede the chunk.
+    work_list_limit: if all chunks with a long context have fewer tokens together, work lists compute these chunks.
+        Work lists split the work evenly over the device, so these chunks take no rounds.
     """
 
     tile_tokens: int

@@ -18,7 +18,7 @@ MIN_FILLED_SHARE = 0.35
 # Minimum number of tokens before a chunk in a work list. With fewer tokens, the extra launch costs more time than the
 # work list saves.
 MIN_WORK_LIST_CONTEXT = 1024
-# Maximum number of entries in a launch. An entry holds one request. Even an unused entry costs time.
+# Maximum number of entries (requests) in a launch. Even an unused entry costs time.
 MAX_FLASH_REQUESTS = 32
 
 

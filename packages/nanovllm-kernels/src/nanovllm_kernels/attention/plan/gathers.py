@@ -1,7 +1,4 @@
-"""Plans how plain torch copies cached tokens in groups, for grouped-query and latent attention.
-
-One plan serves all layers of a step.
-"""
+"""Plans how plain torch copies cached tokens in groups, for grouped-query and latent attention."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -11,15 +8,15 @@ from torch import Tensor
 
 # Maximum number of tokens copied for several decodes at once. A larger copy mostly waits for page faults of new memory.
 MAX_GATHER_TOKENS = 8192
-# For bf16 on a CPU with AMX, torch compiles and keeps kernels for each pair (number of queries, number of keys). There
-# are few pairs if both numbers are padded to multiples of this number.
+# On a CPU with AMX, torch compiles bf16 kernels for each pair (number of queries, number of keys). Padding both numbers
+# to multiples of this number keeps such pairs few.
 BF16_PADDED_TOKENS = 16
 
 
 class DecodeGroup(NamedTuple):
     """Describes requests with one query each, whose cached tokens are copied together.
 
-    begin: index of the group's first request. This is also the index of the request's query in the step.
+    begin: index of the group's first request, and of the request's query in the step.
     end: index after the group's last request.
     pages_or_slots: page numbers if all requests have the same length. If not, slot numbers (positions in the cache) of
         each request's tokens, padded to `max_len`. A slice means consecutive pages, which are read in place.
@@ -36,11 +33,9 @@ class DecodeGroup(NamedTuple):
 class PrefillRequest(NamedTuple):
     """Describes one request with `length` tokens in `pages`.
 
-    begin: index of the request's first query in the step.
-    end: index after the request's last query in the step.
+    begin, end: range of the request's queries in the step.
     mask: [queries, tokens], 0 for visible tokens, -inf for others. If the mask is bf16, both dimensions are padded to
-        multiples of BF16_PADDED_TOKENS. None: all of the requests' tokens are queries of this step, so causal
-        attention needs no mask.
+        multiples of BF16_PADDED_TOKENS. None: all of the request's tokens are queries of this step.
     """
 
     begin: int
@@ -99,7 +94,7 @@ def round_up_tokens(num_tokens: int, dtype: torch.dtype) -> int:
 
 
 def _split_decodes(lengths: list[int]) -> Iterator[tuple[int, int]]:
-    """Yield ranges (begin, end) of decodes. Each range becomes a `DecodeGroup`.
+    """Yield ranges (begin, end) of decodes, one per `DecodeGroup`.
 
     A range of several decodes has at most MAX_GATHER_TOKENS tokens, with all lengths padded to the longest.
     """
@@ -133,7 +128,7 @@ def _plan_decodes(
 
 
 def _slice_if_consecutive(page_numbers: Tensor) -> Tensor | slice:
-    """Convert page numbers to a slice if they are consecutive. A slice is read in place."""
+    """Convert page numbers to a slice if they are consecutive."""
     numbers: list[int] = page_numbers.tolist()
     first, num_pages = numbers[0], len(numbers)
     return slice(first, first + num_pages) if numbers == list(range(first, first + num_pages)) else page_numbers

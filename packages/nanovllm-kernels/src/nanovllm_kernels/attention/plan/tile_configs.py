@@ -2,9 +2,8 @@
 
 from typing import NamedTuple
 
-# Minimum number of keys in a part of a work list. A program computes one part for one block of
-# heads. Then the results of the parts are merged.
-# With shorter parts, merging would take more time than the additional programs save.
+# Minimum number of keys in a part of a work list. With shorter parts, merging the parts' results would take more time
+# than the additional programs save.
 MIN_PART_TOKENS = 128
 # Rows of a narrow tile: the number of rows of the tensor core instruction `mma`.
 NARROW_TILE_ROWS = 16
@@ -32,8 +31,8 @@ class TileConfig(NamedTuple):
         return min(255, SM_REGISTERS // (32 * self.num_warps * self.ctas_per_sm) // 8 * 8)
 
 
-# Tiles of grouped-query attention, by padded head size. Narrow tiles are for few queries per request. Wide tiles are
-# for many queries per request.
+# Tiles of grouped-query attention, by padded head size. Narrow tiles are for few queries per request, wide tiles for
+# many.
 NARROW_16_BIT = {64: TileConfig(16, 128, 4, 5, 3), 128: TileConfig(16, 128, 4, 3, 2), 256: TileConfig(16, 32, 4, 5, 3)}
 WIDE_16_BIT = {64: TileConfig(128, 64, 4, 3, 2), 128: TileConfig(128, 64, 8, 3, 1), 256: TileConfig(64, 32, 4, 2, 1)}
 # Tiles for FP8 caches. Kernels convert the elements to float16.
@@ -68,10 +67,7 @@ def next_power_of_2(number: int) -> int:
 
 
 def choose_num_parts(num_head_blocks: int, num_programs: int) -> int:
-    """Return the largest number of parts whose programs all run at once. A part has one program per block of heads.
-
-    num_programs: number of programs that the device can run at once.
-    """
+    """Return the largest number of parts whose programs all run at once. A part has one program per block of heads."""
     return max(1, num_programs // num_head_blocks)
 
 

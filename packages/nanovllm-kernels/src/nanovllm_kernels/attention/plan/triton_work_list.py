@@ -92,14 +92,10 @@ def _plan_work(
     BLOCK_N: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write the work list.
-
-    request_search_steps, tile_search_steps: number of iterations of the binary searches. Other arguments: as in
-        `work_list._plan_work_op`.
-    """
+    """Write the work list. Search steps are iterations of a binary search. Arguments: see `work_list._plan_work_op`."""
     lanes = tl.arange(0, BLOCK)
-    # Candidates are requests with few queries and a long context. They stay in the list if they have fewer than
-    # `query_limit` queries in total. Count these queries. A limit of 0 excludes all requests with several queries.
+    # Count the queries of candidates: requests with few queries and a long context. If candidates have at least
+    # `query_limit` queries in total, a limit of 0 excludes all requests with several queries.
     num_candidate_queries = 0
     for first in tl.range(0, num_reqs, BLOCK):
         requests = first + lanes

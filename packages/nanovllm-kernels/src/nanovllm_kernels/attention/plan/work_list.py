@@ -43,8 +43,9 @@ class WorkListFilter(NamedTuple):
     """Decides which requests with several queries stay in work lists. Another kernel computes the excluded requests.
 
     The filter excludes each request that has at least `query_limit` queries, or fewer than `min_context` tokens before
-    its first query. Then it adds up the queries of the remaining requests. If this sum is at least `query_limit`, the
-    filter excludes the remaining requests too.
+    its first query. If the remaining requests have at least `query_limit` queries in total, the filter excludes these
+    requests too.
+
     max_excluded: maximum number of excluded requests. Further requests stay in work lists.
     """
 
@@ -58,8 +59,7 @@ def split_query_lens(
 ) -> tuple[range, range]:
     """Return the query lengths (queries per request) for narrow tiles, then for wide tiles. A range may be empty.
 
-    narrow_tile_queries: number of query positions in a narrow tile.
-    wide_tile_queries: number of query positions in a wide tile.
+    narrow_tile_queries, wide_tile_queries: number of query positions in a tile.
     min_query_len: 1, or 2 if another kernel computes decodes (requests with one query).
     max_query_len: the host's bound on query lengths.
     """
@@ -84,8 +84,7 @@ def make_work_list(
 ) -> tuple[WorkList, Tensor]:
     """Plan the requests that `request_filter` leaves in work lists and whose number of queries is in `query_lens`.
 
-    seq_lens: int32 [B], number of tokens of each request, including this step's.
-    query_start_loc: int32 [B + 1], index of each request's first query in the step, then the total number of queries.
+    seq_lens, query_start_loc: see `AttentionBatch`.
     block_q: number of query positions in a tile.
     num_head_blocks: number of programs that compute the same part for different heads.
     num_tokens: upper bound on the number of tokens in the step.

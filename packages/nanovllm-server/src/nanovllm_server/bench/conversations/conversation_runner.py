@@ -18,8 +18,8 @@ from nanovllm_server.bench.server_cases.case_command import CaseSettings
 from nanovllm_server.bench.server_cases.case_results import CaseResult, median_or_nan
 from nanovllm_server.bench.server_cases.prompt_texts import Message, single_message, with_next_turn
 
-# If more than this share of a cold prompt's tokens is cached, the command prints a warning. A cold prompt is new to the
-# server, but the server may have cached the chat template's tokens.
+# If more than this share of a cold prompt's tokens is cached, the command prints a warning. The server may have cached
+# the chat template's tokens.
 MAX_COLD_CACHED_SHARE = 0.1
 
 # The answer to each request; None for a request that failed.
@@ -31,8 +31,8 @@ class Repetition:
     """The answers of one repetition of a case.
 
     conversations: for each conversation, one answer per turn.
-    cold: answers to prompts that the server has not seen. These prompts are as long as the prompts of returning turns.
-        A returning turn is any turn but a conversation's first.
+    cold: answers to prompts that the server has not seen, as long as the prompts of returning turns (any turn but a
+        conversation's first).
     timed: answers from which the output tokens per second are computed.
     """
 
@@ -93,7 +93,7 @@ class ConversationRunner:
     async def _converse(
         self, client: CaseClient, semaphore: asyncio.Semaphore, prompts: Sequence[list[Message]], pauses_s: list[float]
     ) -> Answers:
-        """Sends the turns of one conversation, each after a pause. Returns one answer per turn."""
+        """Sends the turns of one conversation, each after a pause."""
         answers: Answers = []
         for prompt, pause_s in zip(prompts, pauses_s, strict=True):
             await asyncio.sleep(pause_s)
@@ -110,7 +110,7 @@ class ConversationRunner:
         return await asyncio.gather(*(client.send(prompt, self._sizes.output_len) for prompt in prompts))
 
     def _turn_prompts(self, num_turns: int, seed_suffix: str) -> list[list[Message]]:
-        """Returns the prompts of all turns of one conversation. Each prompt begins with the previous prompt."""
+        """Returns the prompts of all turns of one conversation."""
         costs, sizes, seed = self._server.prompt_token_costs, self._sizes, f"{self._settings.seed} {seed_suffix}"
         prompts = [single_message(costs, sizes.first_len, seed)]
         for turn in range(1, num_turns):

@@ -15,7 +15,7 @@ THINK_TIMES: dict[str, Callable[[Random, float], float]] = {
     "uniform": lambda random, mean_s: random.uniform(0, 2 * mean_s),
     "exponential": lambda random, mean_s: random.expovariate(1 / mean_s),
 }
-# Headings of the flags. A heading names the cases that use the sizes below it.
+# Headings of the flags, which name the cases that use the sizes below.
 _ALL, _RETURNS, _BURST = "returns and burst", "returns", "burst"
 
 

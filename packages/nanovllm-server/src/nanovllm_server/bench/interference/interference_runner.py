@@ -14,7 +14,6 @@ from nanovllm_server.bench.server_cases.case_command import CaseSettings
 from nanovllm_server.bench.server_cases.case_results import CaseResult, median_or_nan
 from nanovllm_server.bench.server_cases.prompt_texts import Message, conversation, single_message, with_next_turn
 
-# Tokens in the prompt of a decoding stream.
 STREAM_PROMPT_LEN = 64
 # A turn (a new user message) hits the prefix cache if at least this share of the conversation's history is cached.
 MIN_HIT_SHARE = 0.8
@@ -200,10 +199,7 @@ class InterferenceRunner:
     async def _send_turns_beside_streams(
         self, client: CaseClient, streams: DecodeStreams, prompts: Sequence[list[Message]], interval_s: float
     ) -> tuple[list[TimedAnswer | None], list[float]]:
-        """Sends the turns. Returns the answers, and the gaps of the streams until every turn has its first token.
-
-        A gap is the number of seconds between two consecutive pieces of a stream.
-        """
+        """Sends the turns. Returns the answers, and the streams' gaps in seconds until every turn has a first token."""
         start = time.perf_counter()
         output_len, delays_s = self._sizes.output_len, [index * interval_s for index in range(len(prompts))]
         requests = [

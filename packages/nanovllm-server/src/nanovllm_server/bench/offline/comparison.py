@@ -40,7 +40,7 @@ class OfflineOptions:
 def run(options: OfflineOptions, spec: ModelSpec, benchmark: OfflineBenchmark) -> None:
     """Measures and reports all cases.
 
-    Raises BenchError if `_check_options` refuses the options or the peer fails. Also raises `time_engine`'s errors.
+    Raises BenchError (invalid options, or the peer failed) and the errors of `time_engine`.
     """
     config = options.config
     device = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -89,7 +89,7 @@ def run(options: OfflineOptions, spec: ModelSpec, benchmark: OfflineBenchmark) -
 
 
 def _check_options(options: OfflineOptions, spec: ModelSpec, benchmark: OfflineBenchmark, device: str) -> None:
-    """Raises BenchError for options that, without this check, would fail only after the peer has run for minutes."""
+    """Raises BenchError for options that would otherwise fail only after the peer has run for minutes."""
     max_model_len = options.config.max_model_len or spec.max_position
     max_length = max(len(request.prompt) + request.max_tokens for case in benchmark.cases for request in case.requests)
     if max_length > max_model_len:

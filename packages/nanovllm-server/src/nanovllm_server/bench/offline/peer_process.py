@@ -29,7 +29,6 @@ PEER_SCRIPT = Path(__file__).parent / "peers" / "run.py"
 MAX_STDERR_LINES = 40
 # Peers must neither download files nor send statistics.
 PEER_ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-# Time limit for killing the processes that a peer has started.
 KILL_TIMEOUT_S = 10.0
 
 
@@ -76,9 +75,7 @@ class PeerJob:
 
     max_model_len, max_num_seqs, max_num_batched_tokens: None for the peer's defaults.
     threads: number of threads that our engine uses in torch.
-    state_dtype: dtype of recurrent states.
     draft_heads: None for no speculation.
-    needs_time_to_all_first_tokens: whether to measure the time at which every request has its first token.
     warm_up_tokens: maximum number of output tokens per request in the warm-up.
     cases: requests of each case. Each case is measured in `repeat` runs.
     """
@@ -132,8 +129,7 @@ def run_peer(peer: Peer, job: PeerJob) -> PeerResult:
             )
         except OSError as error:
             raise BenchError(f"can't start the peer with {peer.python}: {error.strerror}") from error
-        # stdout ends only when all processes of the peer have closed it. When the peer exits, a thread kills the other
-        # processes of the peer.
+        # stdout ends only when all processes of the peer have closed it: after the peer exits, a thread kills the rest.
         killer_thread = threading.Thread(target=_kill_group_after_exit, args=(process,))
         with process:
             killer_thread.start()
@@ -166,7 +162,7 @@ def _read_lines(peer: Peer, job: PeerJob, stdout: Iterable[bytes]) -> list[dict[
 
 
 def _kill_group_after_exit(process: subprocess.Popen[bytes]) -> None:
-    """Waits for a peer to exit, then kills its process group to free the GPU's memory for our engine."""
+    """Waits for a peer to exit, then kills its process group, which frees the GPU's memory."""
     process.wait()
     deadline = time.monotonic() + KILL_TIMEOUT_S
     with contextlib.suppress(ProcessLookupError):

@@ -38,8 +38,6 @@ class CaseRunner(Protocol):
 class CaseOptions(Generic[SizesT]):
     """Options of a run.
 
-    benchmark: the name of the command.
-    make_runner: makes the runner that measures one server.
     endpoints: (label, endpoints of the replicas) for each server.
     model: None for the first model that a server lists.
     """

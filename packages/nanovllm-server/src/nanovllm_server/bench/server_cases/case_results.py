@@ -56,7 +56,6 @@ def median_or_nan(values: Iterable[float]) -> float:
 def make_table(results: Sequence[ServerResult]) -> list[list[str]]:
     """Returns a table with one row per case and metric, and one column per server."""
     rows = [["case", "figure", *(result.server.label for result in results)]]
-    # `results_of_case` has the results of one case on all servers.
     for results_of_case in zip(*(result.case_results for result in results), strict=True):
         values_by_figure = {
             name: [result.figures[name] for result in results_of_case] for name in results_of_case[0].figures

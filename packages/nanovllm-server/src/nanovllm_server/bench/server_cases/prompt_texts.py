@@ -19,7 +19,6 @@ SAMPLE_WORDS = SINGLE_TOKEN_WORDS[::4]
 class PromptTokenCosts:
     """Tokens that a server counts for the parts of a chat prompt.
 
-    per_word: tokens of one word.
     per_message: tokens that the chat template adds to each message.
     per_request: tokens that the chat template adds once per request.
     """
@@ -55,7 +54,7 @@ def single_message(costs: PromptTokenCosts, num_tokens: int, seed: str) -> list[
 def conversation(costs: PromptTokenCosts, num_tokens: int, message_len: int, seed: str) -> list[Message]:
     """Returns a conversation of about `num_tokens` tokens in messages of about `message_len` tokens.
 
-    User and assistant alternate. The user has the last message.
+    The user has the first and the last message.
     """
     random = Random(seed)
     num_messages = max(1, num_tokens // message_len) | 1  # an odd number, so that the user has the last message

@@ -7,8 +7,8 @@ from statistics import median
 from nanovllm_server.bench.report import BenchError
 
 PROC = Path("/proc")
-# Growth is the change from the median of the first samples to the median of the last samples. This share of all samples
-# counts as the first samples, and the same share as the last samples.
+# Growth compares the median of the first samples with the median of the last samples. Each group has this share of all
+# samples.
 COMPARED_SHARE = 0.2
 
 

@@ -29,8 +29,8 @@ MAX_SHOWN_FAILURES = 10
 NUM_LARGE_SCHEMAS = 160
 # Only this number of clients send large schemas, so that each schema compiles in time on a slow machine.
 NUM_SCHEMA_CLIENTS = 4
-# Minimum total size of the long prompts in the warm-up, as text. They fill a worker's 64 MiB cache of encoded text.
-# Each worker has its own cache, so the clients send more long prompts until memory is flat.
+# Minimum total text of the long prompts in the warm-up, which fills one worker's 64 MiB cache of encoded text. The
+# clients send more until memory is flat, because each worker has its own cache.
 MIN_LONG_PROMPT_BYTES = 64 * MIB
 
 
@@ -85,7 +85,6 @@ class TrafficCounts:
 class SoakResult:
     """Result of a soak.
 
-    warm_up_s: time of the warm-up, in seconds.
     was_flat: whether memory was flat at the end of the warm-up.
     lasting: processes that are in every sample. short_lived: all other processes.
     busy_gauges: the IDLE_GAUGES that stay above 0 after the traffic, as values by name.
@@ -210,7 +209,6 @@ async def soak(options: SoakOptions) -> SoakResult:
     for exchange in source.build_prompts_of_all_lengths(max_model_len):
         if time.monotonic() < start_time + options.max_warm_up_s:
             counts.add("prompt of each length", await run_exchange(source, exchange))
-    # The task group waits for the last answer of each client.
     async with asyncio.TaskGroup() as tasks:
         for index in range(options.num_clients):
             source = TrafficSource(options.endpoint, model, f"{options.seed}-{index}", options.max_prompt_words)

@@ -24,8 +24,8 @@ NUM_LARGE_OBJECTS = 40
 NUM_LARGE_OBJECT_FIELDS = 20
 # Maximum number of words of a long prompt, which fills the server's caches.
 MAX_CACHED_PROMPT_WORDS = 20_000
-# `build_prompts_of_all_lengths` goes up to this many times the words of the longest random prompt. On a CPU, a step of
-# random traffic rarely has more tokens.
+# Longest prompt of `build_prompts_of_all_lengths`, in longest random prompts. On a CPU, a step of random traffic rarely
+# has more tokens.
 MAX_LONGEST_PROMPTS_PER_STEP = 4
 # Number of different prefixes that prompts share, so that they use the prefix cache.
 NUM_SHARED_PREFIXES = 8
@@ -48,8 +48,6 @@ class Reading(Enum):
 class Exchange:
     """One request and its allowed answers.
 
-    data: bytes to send.
-    statuses: allowed HTTP statuses.
     may_close: whether the server may close the connection without an answer.
     is_stream: whether a complete answer ends with [DONE].
     """
@@ -95,9 +93,9 @@ class TrafficSource:
         return _build_with_schema(self, {"type": "object", "properties": properties}, SUCCESS)
 
     def build_long_prompt_request(self, max_model_len: int) -> Exchange:
-        """Builds a request with a new long prompt, which the server encodes and caches.
+        """Builds a request with a new long prompt, which fills the server's caches.
 
-        The server refuses `max_tokens`, because prompt and answer would exceed the context. The model does not run.
+        The server encodes the prompt, then refuses `max_tokens`: prompt and answer would exceed the context.
         """
         words = self.random.choices(SINGLE_TOKEN_WORDS, k=_count_long_prompt_words(max_model_len))
         messages: list[JSON] = [{"role": "user", "content": " ".join(words)}]
@@ -106,8 +104,8 @@ class TrafficSource:
     def build_prompts_of_all_lengths(self, max_model_len: int) -> Iterator[Exchange]:
         """Builds requests for one token each, from the shortest prompt to the longest.
 
-        Each prompt has 1/16 more words than the previous prompt, but at least 1 and at most 32 more words. If the
-        requests run one by one, an engine on a CPU compiles its kernels for all step sizes (tokens per step).
+        Each prompt has 1/16 more words than the previous prompt, but at least 1 and at most 32 more words. Sent one by
+        one, the requests make an engine on a CPU compile its kernels for all step sizes (tokens per step).
         """
         num_words = 1
         while num_words <= min(max_model_len // 2, MAX_LONGEST_PROMPTS_PER_STEP * self._max_prompt_words):

@@ -27,8 +27,8 @@ class WarmUp:
     The phase FILL lasts at least until the clients have begun all requests with large schemas and long prompts.
 
     end_time: value of `time.monotonic` at which the warm-up ends even if memory still grows.
-    num_large_schemas_left, num_long_prompts_left: numbers of requests with large schemas, and with long prompts, that
-        the clients must still send. Clients decrement the numbers, even below 0.
+    num_large_schemas_left, num_long_prompts_left: numbers of requests that the clients must still begin. Clients
+        decrement the numbers, even below 0.
     """
 
     def __init__(self, min_flat_s: float, end_time: float, num_large_schemas_left: int, num_long_prompts_left: int):

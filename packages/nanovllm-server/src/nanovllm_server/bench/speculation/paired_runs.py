@@ -14,14 +14,14 @@ from tqdm import tqdm
 from nanovllm_core import Engine, EngineClient, EngineConfig, ModelSpec, Request, RequestOutput, SamplingParams
 from nanovllm_server.bench.report import BenchError
 
-# Pause before each run. Every 0.2 s, an engine on a CPU measures how many cores other processes use, and runs slower if
-# those processes need its cores. After the pause, the measurement no longer includes the other engine's last run.
+# Pause before each run. An engine on a CPU measures every 0.2 s how many cores other processes use, and may slow down.
+# After the pause, this measurement excludes the other engine's last run.
 PAUSE_S = 0.5
-# Time limit of a step. With a shorter limit, measured times decide how a prompt is split into chunks. The split changes
-# the last bits of keys, and sometimes tokens, even without drafts. With this limit, both engines use the same chunks.
+# Time limit of a step, so long that both engines cut a prompt into the same chunks. Other chunks change the last bits
+# of keys, and sometimes tokens, even without drafts.
 STEP_LIMIT_MS = 60_000.0
-# Number of likeliest tokens whose log-probabilities are read. If one of the differing tokens is not among these tokens,
-# `Difference.margin` is None.
+# Number of likeliest tokens whose log-probabilities are read. `Difference.margin` is None if one of the differing
+# tokens is not among these.
 _NUM_TOP_TOKENS = 20
 
 
@@ -103,7 +103,6 @@ async def run_pairs(
     engine without drafts runs once more for each difference, to measure its margin.
 
     config: for the engine with drafts; the other engine differs only in `speculate`. Both ignore `target_step_ms`.
-    prompts: token ids.
     warm_up_indices: indices of the prompts that both engines answer before the first round.
     max_tokens: maximum length of an answer, at least 2.
 

@@ -32,8 +32,8 @@ class PromptResult:
 
     plain_rate, drafted_rate: decoded tokens per second without and with drafts.
     ratio: median of the rounds' ratios (rate with drafts / rate without drafts, of two consecutive runs).
-    num_output_tokens: number of output tokens of all rounds with drafts.
-    num_accepted: accepted drafts of all rounds. num_verified: accepted and rejected drafts of all rounds.
+    num_output_tokens, num_accepted, num_verified: sums over all rounds with drafts. Verified drafts are the accepted
+        and the rejected drafts.
     num_steps: number of steps of the engine with drafts, in all rounds, that gave at least one token.
     """
 
@@ -170,7 +170,7 @@ def summarize_kinds(results: Sequence[PromptResult]) -> list[KindResult]:
 
 
 def make_tables(results: Sequence[PromptResult]) -> list[Table]:
-    """Makes one table of all prompts, one of all kinds, and one of the differences if there are any."""
+    """Makes a table of the prompts, a table of the kinds, and a table of the differences if there are any."""
     shared_header = ["tok/s without", "with", "ratio", "accepted", "verified", "tok/step", "equal"]
     prompt_rows = [
         [

@@ -1,8 +1,7 @@
 """Measures llama.cpp on the CPU, through llama-cpp-python.
 
-All requests of a batch share one context. Each request is a sequence of its own.
-The first `llama_decode` of a batch computes all prompts. Each further call computes one token of every sequence. An
-end-of-sequence token does not end a sequence.
+All requests of a batch share one context, and each request is a sequence. The first `llama_decode` computes all
+prompts. Each further call computes one token per sequence, also after an end-of-sequence token.
 """
 
 import ctypes
