@@ -23,8 +23,10 @@ TARGET_STEP_S, PROMPT_STEP_LIMIT_S = 0.025, 0.05
 MAX_STEP_TOKENS = 8192
 PADDED_TOKENS = tuple(mixed_sizes(MAX_STEP_TOKENS))
 ESTIMATOR = AttentionEstimator(tile_tokens=32, tiles_per_round=16)
-# Share by which a step may exceed its limit: the linear model predicts neither noise nor the bend in `true_seconds`.
-MAX_EXCESS = 0.2
+# Share by which steps may exceed their limits: the linear model predicts neither noise nor the bend in `true_seconds`.
+MAX_EXCESS = 0.12
+# One step may exceed its limit by this share, because the model first has to learn the bend.
+MAX_EARLY_EXCESS = 0.35
 
 
 def true_seconds(work: StepWork) -> float:
@@ -104,17 +106,13 @@ class SimulatedEngine:
             self.first_token_times[key] = self.now
         return True
 
-    def max_excess(self) -> float:
-        """Maximum share by which a step with prompts exceeded its limit."""
-        excess = 0.0
-        for work, seconds in self.steps:
-            has_decodes = work.decode_context > 0
-            limit_s = TARGET_STEP_S if has_decodes else PROMPT_STEP_LIMIT_S
-            decodes_s = true_seconds(StepWork(work.num_tokens, work.decode_context))
-            # Prompts get at least one block, even if the decodes alone take the whole limit: skip such steps.
-            if work.prompt_pairs and decodes_s < limit_s / 2:
-                excess = max(excess, seconds / limit_s - 1)
-        return excess
+    def excesses(self) -> list[float]:
+        """Shares by which steps with prompts exceeded their limits; negative for shorter steps."""
+        return [
+            seconds / (TARGET_STEP_S if work.decode_context > 0 else PROMPT_STEP_LIMIT_S) - 1
+            for work, seconds in self.steps
+            if work.prompt_pairs
+        ]
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -134,7 +132,9 @@ def test_steps_stay_within_their_limits_with_random_arrivals_and_all_requests_fi
             length = rng.choice([5, 100, 1000, 8000, 30_000])
             engine.add(len(engine.first_token_times) * 1000 + len(arrivals), length, rng.choice([1, 20, 200]))
     assert len(engine.first_token_times) == 120
-    assert engine.max_excess() <= MAX_EXCESS
+    *_, second_largest, largest = sorted(engine.excesses())
+    assert second_largest <= MAX_EXCESS
+    assert largest <= MAX_EARLY_EXCESS
     assert engine.scheduler.step_time_model.mean_error < 0.15
     assert engine.peak_in_flight <= engine.max_steps_in_flight
 

@@ -147,7 +147,7 @@ class StepBudget:
         return max(int(fitting_tokens), unpadded_tokens)
 
     def _shorten_for_rounds(self, start: int, num_tokens: int, end: int, limit_s: float) -> int:
-        """Shorten a chunk until the step fits into `limit_s`. A step's first chunk keeps at least one round."""
+        """Shorten a chunk until the step fits into `limit_s`. The first chunk of a step loses at most its last round."""
         is_first_chunk, finishes_prompt = not self._chunks, start + num_tokens == end
         full_round_tokens = self._tokens_before_last_round(start, num_tokens)
         if num_tokens <= 0 or (is_first_chunk and full_round_tokens <= 0) or self._fits(start, num_tokens, limit_s):
@@ -155,7 +155,8 @@ class StepBudget:
         # A partial round takes as long as a whole round, so leave the tokens to the next step.
         if finishes_prompt and full_round_tokens <= 0:
             return 0
-        chunk_ends = range(start + full_round_tokens, start + num_tokens, self._chunk_unit)
+        first_end = start + full_round_tokens if is_first_chunk else start // self._chunk_unit * self._chunk_unit
+        chunk_ends = range(first_end, start + num_tokens, self._chunk_unit)
 
         def is_too_long(chunk_end: int) -> bool:
             return chunk_end > start and not self._fits(start, chunk_end - start, limit_s)
