@@ -95,6 +95,22 @@ def test_a_model_that_is_neither_a_directory_nor_a_repository_is_refused(capsys)
     assert line.startswith("nanovllm-bench: 'Qwen3-0.6B' is neither a directory nor the name of a repository")
 
 
+def test_process_exits_after_an_engine_whose_thread_hangs():
+    code = (
+        "import threading\n"
+        "from nanovllm_core import EngineDeadError\n"
+        "from nanovllm_core.engine.thread_names import ENGINE_THREAD_NAME\n"
+        "from nanovllm_server.bench import bench_cli\n"
+        "def fail(flags):\n"
+        "    threading.Thread(target=threading.Event().wait, name=f'{ENGINE_THREAD_NAME}_0').start()\n"
+        "    raise EngineDeadError('rank 1 has ended')\n"
+        "bench_cli._run_offline = fail\n"
+        "raise SystemExit(bench_cli.main(['latency']))\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stderr) == (1, "nanovllm-bench: rank 1 has ended\n")
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_kernels_need_a_gpu(capsys):
     assert bench_cli.main(["kernels"]) == 1

@@ -367,7 +367,7 @@ class EngineLoop:
             else:
                 self._scheduler.reset_prefix_cache()
                 if self._transfers is not None:
-                    self._transfers.reset_prefix_cache()
+                    self._transfers.reset_peer_prefix_cache()
                 message()
 
     def _complete_oldest_step(self) -> StepOutputs:

@@ -26,7 +26,7 @@ from nanovllm_core.config import EngineConfig
 from nanovllm_core.engine import wire
 from nanovllm_core.engine.parent_watch import EXIT_CODE, exit_with_parent, has_parent_ended
 from nanovllm_core.engine.status import EngineStats
-from nanovllm_core.engine.thread_names import ENGINE_THREAD_NAME
+from nanovllm_core.engine.thread_names import is_engine_thread_alive
 from nanovllm_core.errors import GrammarError
 from nanovllm_core.malloc_heaps import limit_malloc_heaps
 from nanovllm_core.outputs import StepOutputs
@@ -65,7 +65,7 @@ def run_engine(load_spec_and_config: SpecAndConfigLoader, endpoint: str, lifelin
         asyncio.run(_serve(load_spec_and_config, endpoint, graceful_exit_event))
     if has_parent_ended():
         remove_socket()
-    if any(thread.name.startswith(ENGINE_THREAD_NAME) for thread in threading.enumerate()):
+    if is_engine_thread_alive():
         # The thread that runs the model waits for a rank that has ended. A normal exit would wait for the thread.
         logging.shutdown()
         os._exit(EXIT_CODE)

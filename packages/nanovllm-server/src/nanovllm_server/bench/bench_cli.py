@@ -29,7 +29,19 @@ EXTRA_MODULES = ("matplotlib", "tqdm")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command. Returns the exit status: 0 (success), 1 (failure), 2 (invalid settings) or 130 (Ctrl-C)."""
-    flags = build_parser().parse_args(arguments)
+    exit_status = _run_command(build_parser().parse_args(arguments))
+    from nanovllm_core.engine.thread_names import is_engine_thread_alive
+
+    if is_engine_thread_alive():
+        # A rank has failed, and a normal exit would wait for the GPU forever.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(exit_status)
+    return exit_status
+
+
+def _run_command(flags: argparse.Namespace) -> int:
+    from nanovllm_core import EngineDeadError
     from nanovllm_server.bench.report import BenchError
 
     run_by_command = {
@@ -50,6 +62,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BenchError as error:
         sys.stderr.write(f"nanovllm-bench: {error}\n")
         return error.exit_status
+    except EngineDeadError as error:
+        sys.stderr.write(f"nanovllm-bench: {error}\n")
+        return 1
     except KeyboardInterrupt:
         return 130
     return 0
