@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-# This process imports most modules first, so it must write their bytecode too.
+# This process is the first to import most modules, so this process must write their bytecode too.
 sys.dont_write_bytecode = False
 # torch reads this variable on its first import. No pytest plugin imports torch before this line.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -143,7 +143,10 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> bool | None:
-    """In a background process, run the tests that no other process has claimed. A claim is made one test ahead."""
+    """In a background process, run the tests that no other process has claimed.
+
+    A process claims its next test before it runs the current test, because pytest needs both.
+    """
     directory = os.environ.get(CLAIMS_VARIABLE)
     if directory is None:
         return None

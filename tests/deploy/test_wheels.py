@@ -59,7 +59,7 @@ def test_installation_begins(installed):
 @pytest.mark.slow
 @pytest.mark.waits
 def test_server_from_wheels_names_the_missing_default_model(installed):
-    (line,) = installed.result().error.splitlines()
+    (line,) = installed.result().stderr_without_model.splitlines()
     assert NO_DEFAULT_MODEL in line
     assert INSTALL_DEFAULT_MODEL in line
 
@@ -75,4 +75,4 @@ def test_server_from_wheels_serves_the_default_model(installed):
 @pytest.mark.slow
 @pytest.mark.waits
 def test_parent_stays_small_while_a_child_converts_the_default_model(installed):
-    assert installed.result().max_parent_bytes < MAX_PARENT_BYTES
+    assert installed.result().peak_parent_bytes < MAX_PARENT_BYTES

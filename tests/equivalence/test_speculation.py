@@ -1,7 +1,7 @@
 """Answers with drafts equal the answers without them, for every family and several settings of the engine.
 
-Predictions are the answers with some wrong tokens, and most draft models are disturbed copies of the model, so that
-steps accept some drafts and reject others. Drafts of heads are nearly always wrong: their weights are random.
+Predictions are the answers with some wrong tokens. Most draft models are disturbed copies of the model. Steps therefore
+accept some drafts and reject others. Drafts of MTP heads are nearly always wrong: the heads' weights are random.
 """
 
 from pathlib import Path
@@ -11,14 +11,14 @@ import torch
 from rank_matrix import write_tiny_checkpoint
 from safetensors.torch import load_file, save_file
 from samples import sample_pairs
-from tiny_models import AMPLE_CACHE, OUTPUT_LEN, SCARCE_CACHE, TIERED_CACHE, TINY_MODELS, generate, predict
+from tiny_models import AMPLE_CACHE, OUTPUT_LEN, SCARCE_CACHE, TIERED_CACHE, TINY_MODELS, generate, make_predictions
 
 from nanovllm_core import ConfigError
 from nanovllm_core.engine import build
 from nanovllm_core.scheduling.draft_times import DraftTimes
 
-# With more than two requests at once, nearly all steps would compute prompts, and draft models and heads would propose
-# nothing.
+# At most two requests run at once. Otherwise nearly all steps would compute prompts. In such steps, draft models and
+# heads propose nothing.
 SMALL_CHUNKS = {**AMPLE_CACHE, "max_num_batched_tokens": 40, "max_num_seqs": 2}
 SETTINGS = {
     "one at a time": {**AMPLE_CACHE, "max_num_seqs": 1},
@@ -44,7 +44,7 @@ SAMPLINGS = (
     {"temperature": 0.8, "presence_penalty": 0.5, "repetition_penalty": 1.2},
     {"temperature": 0.7, "logit_bias": {7: 2.0, 40: -100.0}, "logprobs": 2},
 )
-# first=1: other settings than in PAIRS.
+# Each model has the setting after its setting in PAIRS. With the five settings of Qwen2, all settings occur.
 DRAFT_PAIRS = sorted({*sample_pairs(MODELS, SETTINGS, 1, first=1), *sample_pairs(["Qwen2"], SETTINGS, 5, first=5)})
 HEAD_PAIRS = sample_pairs([name for name in MODELS if TINY_MODELS[name].has_mtp], SETTINGS, 5)
 
@@ -77,7 +77,7 @@ async def test_drafts_change_no_token(name, setting, tmp_path, device, always_dr
         device,
         {"speculate": "ngram", **settings},
         is_preempted=is_preempted,
-        predictions=predict(expected),
+        predictions=make_predictions(expected),
     )
     assert found == expected
 
@@ -91,8 +91,8 @@ async def check_drafts(path: Path, device: str, method: str, setting: str, draft
     settings = {"speculate": method, **settings}
     found = await generate(path, device, settings, **options, draft=draft, logprobs=logprobs)
     assert found == expected
-    # Other batches round sums differently. This may change a key's FP8 value and log-probabilities by up to 0.03, also
-    # without drafts.
+    # Sums are rounded differently if requests are batched differently, with or without drafts. With an FP8 cache, keys
+    # may then be rounded to other FP8 values, which changes log-probabilities by up to 0.03.
     atol = 0.1 if settings.get("kv_cache_dtype") == "fp8" else 1e-3
     torch.testing.assert_close(logprobs, expected_logprobs, atol=atol, rtol=0)
 

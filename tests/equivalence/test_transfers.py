@@ -14,8 +14,8 @@ from transfer_matrix import CARRIERS, TRANSFER_SETTINGS, compare
 MODELS = list({tiny.family: name for name, tiny in reversed(TINY_MODELS.items())}.values())
 HEAD_MODELS = [name for name in MODELS if TINY_MODELS[name].has_mtp]
 # Every family and every setting but "own requests" has a run. Carriers take turns.
-SETTINGS = [setting for setting in TRANSFER_SETTINGS if setting not in ("heads", "own requests")]
-PAIRS = [*((name, "heads") for name in HEAD_MODELS), *zip(cycle(MODELS), SETTINGS, strict=False)]
+SETTINGS = [setting for setting in TRANSFER_SETTINGS if setting not in ("MTP heads", "own requests")]
+PAIRS = [*((name, "MTP heads") for name in HEAD_MODELS), *zip(cycle(MODELS), SETTINGS, strict=False)]
 RUNS = [(*pair, carrier) for pair, carrier in zip(PAIRS, cycle(CARRIERS), strict=False)]
 
 

@@ -45,7 +45,7 @@ class Scale:
     reduced: widths for a CPU.
     long_lengths: lengths of the long prompts.
     num_short: number of short prompts, which have at most `longest_short` tokens.
-    whole, large_chunk, small_chunk: token budgets of a step.
+    whole, large_chunk, small_chunk: maximum numbers of tokens of a step, of which `Setting.budget` names one.
     long_context: position from which errors are compared as groups of their own.
     """
 
@@ -79,16 +79,16 @@ class Setting(NamedTuple):
         return self.options.get("graph_mode") != "none"
 
 
-LAUNCHED = {"graph_mode": "none", "compile": False}
+EAGER = {"graph_mode": "none", "compile": False}
 CAPTURED = {"graph_mode": "full", "compile": False}
-BASELINE = Setting("whole", {"max_num_seqs": 1, "depth": 1, "prefix_caching": False, **LAUNCHED})
+BASELINE = Setting("whole", {"max_num_seqs": 1, "depth": 1, "prefix_caching": False, **EAGER})
 SETTINGS = {
-    "alone, whole, launched": BASELINE,
+    "alone, whole, eager": BASELINE,
     "alone, whole, from graphs": Setting("whole", {"max_num_seqs": 1, **CAPTURED}),
-    "batched, whole, launched, no prefix cache": Setting("whole", {"prefix_caching": False, **LAUNCHED}),
-    "batched, small chunks, launched": Setting("small_chunk", LAUNCHED),
+    "batched, whole, eager, no prefix cache": Setting("whole", {"prefix_caching": False, **EAGER}),
+    "batched, small chunks, eager": Setting("small_chunk", EAGER),
     "batched, large chunks, from graphs": Setting("large_chunk", CAPTURED),
-    "batched, large chunks, compiled, from graphs, blocks by choice": Setting("large_chunk", {"block_size": None}),
+    "batched, large chunks, compiled, from graphs, automatic block size": Setting("large_chunk", {"block_size": None}),
 }
 CACHING_SETTINGS = [name for name, setting in SETTINGS.items() if setting.caches_prefixes]
 
@@ -98,7 +98,7 @@ def make_config(scale: Scale, setting: Setting, prompts: list[list[int]]) -> Eng
     options = setting.options
     if scale.device == "cpu":
         # A CPU has no graphs, compiles nothing, and always chooses blocks of BLOCK_SIZE.
-        options = {name: value for name, value in options.items() if name not in (*LAUNCHED, "block_size")}
+        options = {name: value for name, value in options.items() if name not in (*EAGER, "block_size")}
     num_blocks = sum(-(-(len(prompt) + OUTPUT_LEN) // BLOCK_SIZE) for prompt in prompts)
     return EngineConfig(
         device=scale.device,
@@ -144,8 +144,8 @@ def reference_logprobs(model: PreTrainedModel, sequences: list[list[int]]) -> li
 class Case:
     """A family at one scale.
 
-    exact, rounded: for each prompt with its baseline answer, log-probabilities of transformers in float32 and in bf16:
-        float32 [len(prompt) + OUTPUT_LEN - 1, vocabulary].
+    exact, rounded: transformers' log-probabilities in float32 and in bf16. Each prompt with its baseline answer has one
+        tensor: float32 [len(prompt) + OUTPUT_LEN - 1, vocabulary].
     """
 
     path: Path
@@ -223,8 +223,8 @@ def common_length(tokens: list[int], others: list[int]) -> int:
 def require_same_answers(case: Case, found: list[list[int]]) -> None:
     """Compares each answer with the baseline's up to the first difference.
 
-    There, the float32 logits of the two tokens must be at most `case.max_gap` apart. The share MIN_AGREEMENT of the
-    answers must be equal to the end.
+    The float32 logits of the first two tokens that differ must be at most `case.max_gap` apart. At least the share
+    MIN_AGREEMENT of the answers must have no difference.
     """
     num_equal = 0
     for index, (tokens, expected) in enumerate(zip(found, case.answers, strict=True)):
@@ -249,14 +249,14 @@ def score_errors(case: Case, observation: Observation) -> dict[str, tuple[np.nda
     found: dict[str, list[tuple[Tensor, Tensor]]] = {}
     for name, run in (("after cached prefixes", observation.repeated), ("after whole prompts", observation.scored)):
         for index, (start, ids, logprobs) in enumerate(run.scores):
-            first_answer = len(case.prompts[index]) - 1
-            end = first_answer + min(common_length(run.answers[index], case.answers[index]) + 1, OUTPUT_LEN)
+            answer_start = len(case.prompts[index]) - 1
+            end = answer_start + min(common_length(run.answers[index], case.answers[index]) + 1, OUTPUT_LEN)
             exact, rounded = case.exact[index][start:end], case.rounded[index][start:end]
             ids, logprobs = ids[: end - start].to(exact.device), logprobs[: end - start].to(exact.device)
             expected = exact.gather(1, ids)
             own_errors, transformers_errors = (logprobs - expected).abs(), (rounded.gather(1, ids) - expected).abs()
             positions = torch.arange(start, end, device=exact.device)
-            is_answer, is_long = positions >= first_answer, positions >= case.scale.long_context
+            is_answer, is_long = positions >= answer_start, positions >= case.scale.long_context
             masks_by_group = {
                 "prompts, short contexts": ~is_answer & ~is_long,
                 "prompts, long contexts": ~is_answer & is_long,

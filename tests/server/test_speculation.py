@@ -118,7 +118,7 @@ async def test_simultaneous_answers_are_the_same_with_and_without_drafts(client,
     assert set(json.loads(choice.message.content)) == {"city", "cities"}
 
 
-# Only n-grams: the engine does not use the other drafts, because the model as its own draft model saves no time.
+# Only n-grams: with the model as its own draft model, drafts save no time, so the engine does not use drafts.
 @pytest.mark.parametrize("speculating_server", ["ngram"], indirect=True)
 async def test_usage_and_metrics_count_the_drafts(client, shallow_server, speculating_server):
     before = draft_totals(speculating_server)

@@ -244,19 +244,19 @@ class StateCase:
     weights: DeltaWeights
     recurrent: Tensor
     conv: Tensor
-    lengths: Sequence[tuple[int, int]]
+    counts_and_lengths: Sequence[tuple[int, int]]
     slots: Sequence[int]
     checkpoints: Sequence[Sequence[tuple[int, int]]]
 
     def plan(self, backend: str, *, knows_decodes: bool = True) -> StateBatch:
         """Plan the step. knows_decodes: whether the host knows the number of decodes."""
-        counts = [count for count, _ in self.lengths]
+        counts = [count for count, _ in self.counts_and_lengths]
         pairs = [[*pairs, (0, 0), (0, 0)][:2] for pairs in self.checkpoints]
         device = self.qkvz.device
         return plan_states(
             torch.tensor(self.slots, dtype=torch.int32, device=device),
             torch.tensor(pairs, dtype=torch.int32, device=device),
-            torch.tensor([length for _, length in self.lengths], dtype=torch.int32, device=device),
+            torch.tensor([length for _, length in self.counts_and_lengths], dtype=torch.int32, device=device),
             torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32, device=device),
             num_decodes=counts.count(1) if knows_decodes else None,
             max_query_len=max(counts),
@@ -266,7 +266,7 @@ class StateCase:
 
 
 def make_states(
-    lengths: Sequence[tuple[int, int]],
+    counts_and_lengths: Sequence[tuple[int, int]],
     *,
     heads: tuple[int, int] = (2, 4),
     dims: tuple[int, int] = (16, 16),
@@ -277,19 +277,19 @@ def make_states(
 ) -> StateCase:
     """Make requests of (query_len, seq_len), decodes first, with up to two checkpoints each. Unfilled slots are NaN."""
     (num_k_heads, num_v_heads), (k_dim, v_dim) = heads, dims
-    generator = torch.Generator().manual_seed(sum(map(sum, lengths)) + k_dim)
-    num_tokens, num_state_slots = sum(count for count, _ in lengths), 3 * len(lengths) + 2
+    generator = torch.Generator().manual_seed(sum(map(sum, counts_and_lengths)) + k_dim)
+    num_tokens, num_state_slots = sum(count for count, _ in counts_and_lengths), 3 * len(counts_and_lengths) + 2
     channels = 2 * num_k_heads * k_dim + num_v_heads * v_dim
 
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator)
 
     free_ids = (torch.randperm(num_state_slots - 1, generator=generator) + 1).tolist()
-    slots = [free_ids.pop() for _ in lengths]
+    slots = [free_ids.pop() for _ in counts_and_lengths]
     recurrent = torch.full((num_state_slots, num_v_heads, v_dim, k_dim), torch.nan)
     conv = torch.full((num_state_slots, width, channels), torch.nan)
     checkpoints = []
-    for slot, (count, length) in zip(slots, lengths, strict=True):
+    for slot, (count, length) in zip(slots, counts_and_lengths, strict=True):
         num_computed = length - count
         if num_computed:
             recurrent[slot] = random(*recurrent.shape[1:]) * 0.3
@@ -314,7 +314,7 @@ def make_states(
         DeltaWeights(*(part.to(device) for part in weights[:4]), weights.eps),
         recurrent.to(device, state_dtype),
         conv.to(device, dtype),
-        lengths,
+        counts_and_lengths,
         slots,
         checkpoints,
     )

@@ -631,7 +631,7 @@ FLOAT_NAMES = [
 ]
 ROUTED = dict.fromkeys(FLOAT_NAMES, FLOAT) | (
     dict.fromkeys(["ids_ptr", "counter_ptr", "order_ptr", "starts_ptr", "tiles_ptr"], INT32)
-    | dict.fromkeys(["counts_ptr", "ranks_ptr", "first_rows_ptr"], INT32)
+    | dict.fromkeys(["counts_ptr", "indices_in_expert_ptr", "first_rows_ptr"], INT32)
 )
 
 

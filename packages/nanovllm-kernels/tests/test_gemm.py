@@ -115,7 +115,7 @@ def test_packing_accepts_any_layout():
     torch.testing.assert_close(linear(x, pack_linear(weight)).to(x.dtype), x @ weight.T, rtol=2**-7, atol=1e-2)
 
 
-def test_onednn_sees_few_row_counts_with_little_padding():
+def test_row_counts_are_rounded_to_few_distinct_values_with_little_padding():
     row_counts = [gemm.round_up_rows(count) for count in range(2049)]
     assert len(set(row_counts)) <= 112
     assert all(count <= rounded <= count + min(count // 8, 31) for count, rounded in enumerate(row_counts))

@@ -19,7 +19,7 @@ def recur(case):
     conv_weight, decay, dt_bias, norm = weights
     outs, states, inputs = [], {}, {}
     token = 0
-    for (count, length), slot, checkpoints in zip(case.lengths, case.slots, case.checkpoints, strict=True):
+    for (count, length), slot, checkpoints in zip(case.counts_and_lengths, case.slots, case.checkpoints, strict=True):
         state = torch.zeros(case.recurrent.shape[1:], dtype=torch.double)
         if length > count:
             state = case.recurrent[slot].double()
@@ -52,7 +52,7 @@ def recur(case):
     return torch.stack(outs), states, inputs
 
 
-LENGTHS = {
+COUNTS_AND_LENGTHS = {
     "decodes": [(1, 1), (1, 2), (1, 7), (1, 64), (1, 128), (1, 65)],
     "prompts": [(5, 5), (64, 64), (63, 63), (65, 65), (2, 2), (130, 130)],
     "chunks at odd offsets": [(1, 200), (3, 66), (100, 137), (60, 63), (2, 64), (200, 261)],
@@ -76,17 +76,17 @@ def check(case, **tolerances):
             assert torch.equal(conv[slot, position % conv.shape[1]], row)
 
 
-@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
+@pytest.mark.parametrize("counts_and_lengths", COUNTS_AND_LENGTHS.values(), ids=COUNTS_AND_LENGTHS.keys())
 @pytest.mark.parametrize(
     ("heads", "dims", "width"), [((2, 4), (16, 16), 4), ((1, 3), (8, 24), 2), ((2, 2), (24, 8), 5)]
 )
-def test_chunks_match_token_by_token_recurrence(lengths, heads, dims, width, state_case):
-    check(state_case(lengths, heads=heads, dims=dims, width=width), atol=3e-5, rtol=3e-5)
+def test_chunks_match_token_by_token_recurrence(counts_and_lengths, heads, dims, width, state_case):
+    check(state_case(counts_and_lengths, heads=heads, dims=dims, width=width), atol=3e-5, rtol=3e-5)
 
 
-@pytest.mark.parametrize("lengths", [LENGTHS["mixed"]])
-def test_bf16_states_match_float64(lengths, state_case):
-    case = state_case(lengths, dtype=torch.bfloat16, state_dtype=torch.bfloat16)
+@pytest.mark.parametrize("counts_and_lengths", [COUNTS_AND_LENGTHS["mixed"]])
+def test_bf16_states_match_float64(counts_and_lengths, state_case):
+    case = state_case(counts_and_lengths, dtype=torch.bfloat16, state_dtype=torch.bfloat16)
     check(case, atol=2e-2, rtol=2e-2)
 
 
@@ -100,7 +100,7 @@ def test_continuing_from_saved_state_matches_whole_prompt(state_case):
         whole,
         qkvz=whole.qkvz[position:],
         ba=whole.ba[position:],
-        lengths=[(200 - position, 200)],
+        counts_and_lengths=[(200 - position, 200)],
         slots=[slot],
         checkpoints=[[(192, 1)]],
     )

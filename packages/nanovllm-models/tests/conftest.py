@@ -72,13 +72,13 @@ class Session:
 
     @torch.inference_mode()
     def step(self, tokens: list[list[int]]) -> list[Tensor]:
-        """Compute each request's new tokens; returns the logits by request. Requests with one token must come first."""
+        """Run the model on each request's new tokens. Returns logits by request. One-token requests must come first."""
         hidden, *_ = self._forward(tokens)
         return list(self.model.compute_logits(hidden).split([len(new_tokens) for new_tokens in tokens]))
 
     @torch.inference_mode()
     def predict(self, tokens: list[list[int]], next_tokens: list[list[int]]) -> list[tuple[Tensor, Tensor]]:
-        """Compute new tokens, then run the MTP head on `next_tokens`. Returns MTP states and logits by request."""
+        """Run the model on new tokens, then the MTP head on `next_tokens`. Returns MTP states and logits by request."""
         hidden, positions, ctx = self._forward(tokens)
         head = self.model.mtp_head()
         ids = torch.tensor([token for request in next_tokens for token in request], dtype=torch.int32)
@@ -87,7 +87,7 @@ class Session:
         return list(zip(hidden.split(counts), head.compute_logits(hidden).split(counts), strict=True))
 
     def _forward(self, tokens: list[list[int]]) -> tuple[Tensor, Tensor, ForwardContext]:
-        """Compute each request's new tokens. Returns hidden states, positions and the batch."""
+        """Run the model on each request's new tokens. Returns hidden states, positions and the batch."""
         while len(self._lengths) < len(tokens):
             self._blocks.append([])
             self._lengths.append(0)
@@ -149,7 +149,7 @@ class Session:
 
 
 @pytest.fixture
-def session() -> type[Session]:
+def session_class() -> type[Session]:
     return Session
 
 

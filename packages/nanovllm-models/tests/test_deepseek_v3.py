@@ -39,14 +39,14 @@ def add_mtp_layer(path: Path) -> dict[str, torch.Tensor]:
     return layer
 
 
-def test_layers_for_multi_token_prediction_are_loaded_on_request_and_change_nothing(tmp_path, session):
+def test_layers_for_multi_token_prediction_are_loaded_on_request_and_change_nothing(tmp_path, session_class):
     make_checkpoint(tmp_path, "deepseek_v3")
-    expected = session(nanovllm_models.load(tmp_path)).step(PROMPTS)
+    expected = session_class(nanovllm_models.load(tmp_path)).step(PROMPTS)
     layer = add_mtp_layer(tmp_path)
-    without_mtp = session(nanovllm_models.load(tmp_path))
+    without_mtp = session_class(nanovllm_models.load(tmp_path))
     assert len(without_mtp.model.model.layers) == 3
     assert all(torch.equal(a, b) for a, b in zip(without_mtp.step(PROMPTS), expected, strict=True))
-    ours = session(nanovllm_models.load(tmp_path), uses_mtp=True)
+    ours = session_class(nanovllm_models.load(tmp_path), uses_mtp=True)
     assert (len(without_mtp.model.cache_specs()), len(ours.model.cache_specs())) == (3, 4)
     assert all(torch.equal(a, b) for a, b in zip(ours.step(PROMPTS), expected, strict=True))
     mtp = ours.model.model.layers[3]
@@ -55,7 +55,7 @@ def test_layers_for_multi_token_prediction_are_loaded_on_request_and_change_noth
     assert torch.equal(mtp.mlp.experts.weights.w2[7], layer["model.layers.3.mlp.experts.7.down_proj.weight"])
 
 
-def test_missing_and_unexpected_tensors_are_refused(tmp_path, session):
+def test_missing_and_unexpected_tensors_are_refused(tmp_path, session_class):
     make_checkpoint(tmp_path, "deepseek_v3")
     add_mtp_layer(tmp_path)
     file = tmp_path / "model.safetensors"
@@ -63,11 +63,11 @@ def test_missing_and_unexpected_tensors_are_refused(tmp_path, session):
     for name in ("model.layers.3.enorm.weight", "model.layers.1.mlp.gate.e_score_correction_bias"):
         save_file({other: tensor for other, tensor in tensors.items() if other != name}, file)
         with pytest.raises(WeightError, match=rf"lacks 1 of \d+ tensors: {name}"):
-            session(nanovllm_models.load(tmp_path), uses_mtp=True)
+            session_class(nanovllm_models.load(tmp_path), uses_mtp=True)
     for name in ("model.layers.4.enorm.weight", "model.layers.0.self_attn.kv_b_proj.bias"):
         save_file(tensors | {name: torch.zeros(3)}, file)
         with pytest.raises(WeightError, match=f"tensor {name} .* the model has no such weight"):
-            session(nanovllm_models.load(tmp_path))
+            session_class(nanovllm_models.load(tmp_path))
 
 
 def test_moe_layer_freq_selects_the_layers_with_experts():
@@ -101,14 +101,14 @@ def round_input(_module: torch.nn.Module, inputs: tuple[torch.Tensor]) -> tuple[
     return (rounded.view(x.shape),)
 
 
-def test_block_fp8_checkpoints_give_the_logits_of_the_rounded_twin(tmp_path, session):
+def test_block_fp8_checkpoints_give_the_logits_of_the_rounded_twin(tmp_path, session_class):
     """The twin rounds the inputs of linear layers, except kv_b_proj: our model dequantises the weight of kv_b_proj."""
     torch.manual_seed(0)
     config = transformers.DeepseekV3Config(**TINY | {"first_k_dense_replace": 3, "initializer_range": 0.1})
     model = transformers.DeepseekV3ForCausalLM(config).eval()
     write_checkpoint(tmp_path / "fp8", model, fp8=True, old_config=True)
     write_twin(tmp_path / "fp8", tmp_path / "twin")
-    ours = session(nanovllm_models.load(tmp_path / "fp8"))
+    ours = session_class(nanovllm_models.load(tmp_path / "fp8"))
     layer = ours.model.model.layers[0]
     for linear in (layer.self_attn.kv_a_proj, layer.self_attn.q_b_proj, layer.self_attn.o_proj, layer.mlp.down_proj):
         assert isinstance(linear.weight, BlockFP8Weight)
@@ -125,7 +125,7 @@ def test_block_fp8_checkpoints_give_the_logits_of_the_rounded_twin(tmp_path, ses
     assert errors.max() < 0.15
 
 
-def test_experts_of_block_fp8_checkpoints_give_nearly_the_logits_of_the_twin(tmp_path, session):
+def test_experts_of_block_fp8_checkpoints_give_nearly_the_logits_of_the_twin(tmp_path, session_class):
     """The twin's experts do not round their inputs, so the logits are only similar."""
     torch.manual_seed(0)
     config = transformers.DeepseekV3Config(**TINY | {"initializer_range": 0.1})
@@ -133,8 +133,8 @@ def test_experts_of_block_fp8_checkpoints_give_nearly_the_logits_of_the_twin(tmp
     write_checkpoint(tmp_path / "fp8", model, fp8=True, mtp=True)
     write_twin(tmp_path / "fp8", tmp_path / "twin")
     prompts = [PROMPTS[0], list(range(40))]
-    exact = torch.cat(session(nanovllm_models.load(tmp_path / "twin")).step(prompts))
-    ours = session(nanovllm_models.load(tmp_path / "fp8"), uses_mtp=True)
+    exact = torch.cat(session_class(nanovllm_models.load(tmp_path / "twin")).step(prompts))
+    ours = session_class(nanovllm_models.load(tmp_path / "fp8"), uses_mtp=True)
     found = torch.cat(ours.step(prompts))
     assert 2**-8 < (found - exact).norm() / exact.norm() < 0.15
     last = ours.model.model.layers[3]
@@ -144,7 +144,7 @@ def test_experts_of_block_fp8_checkpoints_give_nearly_the_logits_of_the_twin(tmp
     assert last.eh_proj.weight.data.dtype == torch.float32
 
 
-def test_shared_experts_with_another_quantisation_run_separately(tmp_path, session):
+def test_shared_experts_with_another_quantisation_run_separately(tmp_path, session_class):
     torch.manual_seed(0)
     model = transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**TINY | {"initializer_range": 0.1}))
     write_checkpoint(tmp_path / "fp8", model.eval(), fp8=True)
@@ -160,28 +160,28 @@ def test_shared_experts_with_another_quantisation_run_separately(tmp_path, sessi
     config = json.loads((tmp_path / "fp8" / "config.json").read_text())
     config["quantization_config"]["modules_to_not_convert"] = ["model.layers.1.mlp.shared_experts"]
     (tmp_path / "fp8" / "config.json").write_text(json.dumps(config))
-    ours = session(nanovllm_models.load(tmp_path / "fp8"))
+    ours = session_class(nanovllm_models.load(tmp_path / "fp8"))
     separate, fused = (ours.model.model.layers[index].mlp for index in (1, 2))
     down = "model.layers.{}.mlp.shared_experts.down_proj.weight"
     assert torch.equal(separate.shared_experts.down_proj.weight.data, kept[down.format(1)])
     assert fused.shared_experts is None
     assert torch.equal(fused.experts.weights.w2[8].float(), tensors[down.format(2)].float())
     prompts = [PROMPTS[0], list(range(40))]
-    exact = torch.cat(session(nanovllm_models.load(tmp_path / "twin")).step(prompts))
+    exact = torch.cat(session_class(nanovllm_models.load(tmp_path / "twin")).step(prompts))
     assert (torch.cat(ours.step(prompts)) - exact).norm() < 0.15 * exact.norm()
 
 
-def test_blocks_that_split_rotated_rows_are_refused(tmp_path, session):
+def test_blocks_that_split_rotated_rows_are_refused(tmp_path, session_class):
     torch.manual_seed(0)
     config = transformers.DeepseekV3Config(**TINY | {"kv_lora_rank": 124})
     write_checkpoint(tmp_path, transformers.DeepseekV3ForCausalLM(config), fp8=True)
     with pytest.raises(
         ValueError, match="rows 124 to 131 are rotated together, but lie in different FP8 blocks of 128"
     ):
-        session(nanovllm_models.load(tmp_path))
+        session_class(nanovllm_models.load(tmp_path))
 
 
-def test_a_config_with_published_head_sizes_runs_with_random_weights(tmp_path, session):
+def test_a_config_with_published_head_sizes_runs_with_random_weights(tmp_path, session_class):
     """The model is smaller than DeepSeek-V3, but FP8 blocks cut heads at the same positions."""
     scaling = {name: value for name, value in DEEPSEEK_YARN.items() if name not in ("rope_type", "rope_theta")}
     fields = TINY | {
@@ -195,7 +195,7 @@ def test_a_config_with_published_head_sizes_runs_with_random_weights(tmp_path, s
         "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]},
     }
     (tmp_path / "config.json").write_text(json.dumps(fields))
-    model = session(nanovllm_models.load(tmp_path, load_format="dummy"), torch.bfloat16, uses_mtp=True)
+    model = session_class(nanovllm_models.load(tmp_path, load_format="dummy"), torch.bfloat16, uses_mtp=True)
     assert model.model.model.layers[3].self_attn.q_b_proj.weight.data.dtype == fp8.DTYPE
     assert model.model.model.layers[0].self_attn.kv_b_proj.weight.dtype == torch.bfloat16
     assert model.step(PROMPTS)[0].isfinite().all()

@@ -115,9 +115,9 @@ def test_weights_are_those_that_transformers_makes_of_the_file(default_model):
 
 
 @pytest.mark.slow
-def test_the_default_model_knows_the_capital_of_france(default_model, tokenizer, session):
+def test_the_default_model_knows_the_capital_of_france(default_model, tokenizer, session_class):
     spec = nanovllm_models.load(default_model)
-    model_session = session(spec)
+    model_session = session_class(spec)
     new_ids = tokenizer.encode(tokenizer.render_chat(QUESTION), add_special_tokens=False).tolist()
     answer_ids: list[int] = []
     while len(answer_ids) < 16 and (not answer_ids or answer_ids[-1] not in spec.eos_token_ids):

@@ -57,10 +57,10 @@ def round_input(_module, inputs):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_are_those_of_the_float32_twin(family, tmp_path, session):
+def test_logits_are_those_of_the_float32_twin(family, tmp_path, session_class):
     write_checkpoint(tmp_path / "fp8", make_model(family), fp8=True, old_config=True)
     write_twin(tmp_path / "fp8", tmp_path / "twin")
-    ours = session(nanovllm_models.load(tmp_path / "fp8"))
+    ours = session_class(nanovllm_models.load(tmp_path / "fp8"))
     layer = ours.model.model.layers[0]
     for linear in (layer.self_attn.qkv_proj, layer.self_attn.o_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj):
         assert isinstance(linear.weight, BlockFP8Weight)
@@ -81,7 +81,7 @@ def test_logits_are_those_of_the_float32_twin(family, tmp_path, session):
     assert 2**-8 < (found - plain).norm() / plain.norm() < bound
 
 
-def test_modules_that_are_not_quantised_keep_their_weights(tmp_path, session):
+def test_modules_that_are_not_quantised_keep_their_weights(tmp_path, session_class):
     write_checkpoint(tmp_path, make_model("llama"), fp8=True)
     tensors = read_tensors(tmp_path)
     for name in [name for name in tensors if name.endswith("_scale_inv")]:
@@ -94,7 +94,7 @@ def test_modules_that_are_not_quantised_keep_their_weights(tmp_path, session):
     config = json.loads((tmp_path / "config.json").read_text())
     config["quantization_config"]["modules_to_not_convert"] += ["model.layers.2", "model.layers.0.self_attn.o_proj"]
     (tmp_path / "config.json").write_text(json.dumps(config))
-    ours = session(nanovllm_models.load(tmp_path))
+    ours = session_class(nanovllm_models.load(tmp_path))
     assert ours.step(PROMPTS)[0].isfinite().all()
     layers = ours.model.model.layers
     assert layers[0].self_attn.o_proj.weight.data.dtype == torch.float32
@@ -117,16 +117,16 @@ def test_modules_that_are_not_quantised_keep_their_weights(tmp_path, session):
     ],
     ids=["a part is kept", "quantised weights listed as kept", "no quantization_config"],
 )
-def test_a_config_that_does_not_fit_the_weights_is_refused(config, message, tmp_path, session):
+def test_a_config_that_does_not_fit_the_weights_is_refused(config, message, tmp_path, session_class):
     write_checkpoint(tmp_path, make_model("qwen2"), fp8=True)
     fields = json.loads((tmp_path / "config.json").read_text())
     fields["quantization_config"] = None if config is None else fields["quantization_config"] | config
     (tmp_path / "config.json").write_text(json.dumps(fields))
     with pytest.raises(ValueError, match=message):
-        session(nanovllm_models.load(tmp_path))
+        session_class(nanovllm_models.load(tmp_path))
 
 
-def test_a_missing_scale_is_named(tmp_path, session):
+def test_a_missing_scale_is_named(tmp_path, session_class):
     write_checkpoint(tmp_path, make_model("qwen2"), fp8=True)
     file = next(file for file in sorted(tmp_path.glob("*.safetensors")) if "layers.1.mlp" in str(read_names(file)))
     tensors = load_file(file)
@@ -134,7 +134,7 @@ def test_a_missing_scale_is_named(tmp_path, session):
     save_file(tensors, file)
     message = r"the checkpoint lacks 1 of .*: model\.layers\.1\.mlp\.up_proj\.weight_scale_inv \[2, 1\]"
     with pytest.raises(WeightError, match=message):
-        session(nanovllm_models.load(tmp_path))
+        session_class(nanovllm_models.load(tmp_path))
 
 
 def read_names(file):
@@ -142,28 +142,28 @@ def read_names(file):
         return list(opened.keys())
 
 
-def test_random_weights_are_quantised_too(tmp_path, session):
+def test_random_weights_are_quantised_too(tmp_path, session_class):
     write_checkpoint(tmp_path, make_model("qwen3"), fp8=True)
-    model = session(nanovllm_models.load(tmp_path, load_format="dummy", seed=1))
+    model = session_class(nanovllm_models.load(tmp_path, load_format="dummy", seed=1))
     assert model.model.model.layers[0].mlp.down_proj.weight.data.dtype == torch.float8_e4m3fn
     assert model.step(PROMPTS)[0].isfinite().all()
 
 
-def test_bfloat16_logits_are_near_float32_logits(tmp_path, session):
+def test_bfloat16_logits_are_near_float32_logits(tmp_path, session_class):
     write_checkpoint(tmp_path, make_model("llama"), dtype=torch.bfloat16, fp8=True)
     spec = nanovllm_models.load(tmp_path)
     assert spec.dtype == torch.bfloat16
-    exact, coarse = (torch.cat(session(spec, dtype).step(PROMPTS)) for dtype in (torch.float32, torch.bfloat16))
+    exact, coarse = (torch.cat(session_class(spec, dtype).step(PROMPTS)) for dtype in (torch.float32, torch.bfloat16))
     assert coarse.dtype == torch.float32
     assert torch.nn.functional.cosine_similarity(coarse, exact, dim=-1).min() > 0.99
 
 
-def test_compiling_gives_nearly_the_same_logits(tmp_path, session, monkeypatch):
+def test_compiling_gives_nearly_the_same_logits(tmp_path, session_class, monkeypatch):
     monkeypatch.setattr(compilation, "BACKEND", "aot_eager")
     monkeypatch.setattr(llama, "MIN_COMPILED_ROWS", 9)
     write_checkpoint(tmp_path, make_model("qwen2"), fp8=True)
     spec = nanovllm_models.load(tmp_path)
-    plain, fast = session(spec), session(spec, compiled=True)
+    plain, fast = session_class(spec), session_class(spec, compiled=True)
     with torch._dynamo.config.patch(error_on_recompile=True):
         for step in ([PROMPTS[1]], [[5], PROMPTS[0]], [[6], list(range(20))]):
             for found, expected in zip(fast.step(step), plain.step(step), strict=True):

@@ -27,7 +27,7 @@ QWEN3, MINIMAX = "qwen3_moe", "minimax_m2"
     ],
     ids=["qwen3_moe", "minimax_m2"],
 )
-def test_missing_and_misshapen_expert_tensors_are_named(family, expert, tmp_path, session):
+def test_missing_and_misshapen_expert_tensors_are_named(family, expert, tmp_path, session_class):
     make_checkpoint(tmp_path, family)
     spec = nanovllm_models.load(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
@@ -35,7 +35,7 @@ def test_missing_and_misshapen_expert_tensors_are_named(family, expert, tmp_path
     def refusal(changed: dict[str, torch.Tensor]) -> str:
         save_file(changed, tmp_path / "model.safetensors")
         with pytest.raises(WeightError) as caught:
-            session(spec)
+            session_class(spec)
         return str(caught.value)
 
     missing = copy.copy(tensors)
@@ -76,11 +76,11 @@ class RoundingExperts(torch.nn.Module):
     [(QWEN3, {"mlp_only_layers": [0, 2], "head_dim": 16}), (MINIMAX, {"rotary_dim": 8})],
     ids=["qwen3_moe-two dense layers", "minimax_m2"],
 )
-def test_fp8_checkpoints_give_the_logits_of_their_float32_twin(family, changes, tmp_path, session):
+def test_fp8_checkpoints_give_the_logits_of_their_float32_twin(family, changes, tmp_path, session_class):
     model = make_model(family, **changes, hidden_size=96, initializer_range=0.1)
     write_checkpoint(tmp_path / "fp8", model, fp8=True, old_config=True)
     write_twin(tmp_path / "fp8", tmp_path / "twin")
-    ours = session(nanovllm_models.load(tmp_path / "fp8"))
+    ours = session_class(nanovllm_models.load(tmp_path / "fp8"))
     twin = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "twin").eval()
     for module in [module for module in twin.modules() if hasattr(module, "experts")]:
         module.experts = RoundingExperts(module.experts)

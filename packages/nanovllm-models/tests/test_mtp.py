@@ -29,35 +29,35 @@ def declare(path, fields):
 
 @pytest.mark.parametrize("uses_mtp", [False, True], ids=["unused", "used"])
 @pytest.mark.parametrize("family", DECLARATIONS)
-def test_heads_without_weights_are_left_out_with_a_log_line(family, uses_mtp, tmp_path, session, caplog):
+def test_heads_without_weights_are_left_out_with_a_log_line(family, uses_mtp, tmp_path, session_class, caplog):
     make_checkpoint(tmp_path, family)
-    expected = session(nanovllm_models.load(tmp_path)).step(PROMPTS)
+    expected = session_class(nanovllm_models.load(tmp_path)).step(PROMPTS)
     assert "multi-token" not in caplog.text
     declare(tmp_path, DECLARATIONS[family])
     with caplog.at_level("INFO"):
-        ours = session(nanovllm_models.load(tmp_path), uses_mtp=uses_mtp)
+        ours = session_class(nanovllm_models.load(tmp_path), uses_mtp=uses_mtp)
     (record,) = [record for record in caplog.records if "multi-token prediction" in record.getMessage()]
     assert record.getMessage().endswith("`--speculate mtp` is not available")
     assert all(torch.equal(*logits) for logits in zip(ours.step(PROMPTS), expected, strict=True))
 
 
-def test_weights_of_declared_modules_of_minimax_m2_are_skipped(tmp_path, session):
+def test_weights_of_declared_modules_of_minimax_m2_are_skipped(tmp_path, session_class):
     make_checkpoint(tmp_path, "minimax_m2")
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
     num_layers = json.loads((tmp_path / "config.json").read_text())["num_hidden_layers"]
     save_file(tensors | {f"model.layers.{num_layers}.enorm.weight": torch.zeros(3)}, file)
     with pytest.raises(WeightError, match="the model has no such weight"):
-        session(nanovllm_models.load(tmp_path))
+        session_class(nanovllm_models.load(tmp_path))
     declare(tmp_path, DECLARATIONS["minimax_m2"])
-    session(nanovllm_models.load(tmp_path))
+    session_class(nanovllm_models.load(tmp_path))
 
 
-def test_modules_that_minimax_m2_turns_off_are_not_declared(tmp_path, session, caplog):
+def test_modules_that_minimax_m2_turns_off_are_not_declared(tmp_path, session_class, caplog):
     make_checkpoint(tmp_path, "minimax_m2")
     declare(tmp_path, {"use_mtp": False, "num_mtp_modules": 3})
     with caplog.at_level("INFO"):
-        session(nanovllm_models.load(tmp_path))
+        session_class(nanovllm_models.load(tmp_path))
     assert "multi-token" not in caplog.text
 
 
@@ -123,14 +123,14 @@ class HeadOracle:
 
 @pytest.mark.parametrize("family", HEADS)
 @torch.inference_mode()
-def test_predictions_of_heads_equal_the_oracle(family, tmp_path, session):
+def test_predictions_of_heads_equal_the_oracle(family, tmp_path, session_class):
     model = make_model(family)
     write_checkpoint(tmp_path / "ours", model, mtp=True, num_shards=1)
     make_checkpoint(tmp_path / "layer", family)
     oracle = HeadOracle(family, model, read_tensors(tmp_path / "ours"))
     oracle.write_layer(tmp_path / "layer" / "model.safetensors", load_file(tmp_path / "layer" / "model.safetensors"))
     layers = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "layer").eval().model.layers
-    ours = session(nanovllm_models.load(tmp_path / "ours"), uses_mtp=True)
+    ours = session_class(nanovllm_models.load(tmp_path / "ours"), uses_mtp=True)
     found = ours.predict([prompt[:-1] for prompt in PROMPTS], [prompt[1:] for prompt in PROMPTS])
     for prompt, results in zip(PROMPTS, found, strict=True):
         expected = oracle.predict(layers, prompt)

@@ -115,9 +115,9 @@ VARIANTS = {
     # Six layers of Qwen3-Next amplify one rounding of the embeddings to 1e-3, which exceeds the tolerance.
     [(family, name) for family in VARIANTS for name in VARIANTS[family] if name != "six layers"],
 )
-def test_same_logits_and_tokens_as_transformers(family, variant, tmp_path, session):
+def test_same_logits_and_tokens_as_transformers(family, variant, tmp_path, session_class):
     theirs = make_checkpoint(tmp_path, family, **VARIANTS[family][variant])
-    ours = session(nanovllm_models.load(tmp_path))
+    ours = session_class(nanovllm_models.load(tmp_path))
     sequences = new_tokens = PROMPTS
     for _ in range(10):
         logits = ours.step(new_tokens)
@@ -143,14 +143,14 @@ def test_same_logits_and_tokens_as_transformers(family, variant, tmp_path, sessi
         ("deepseek_v3", "two dense layers", 2),
     ],
 )
-def test_each_kind_of_layer_is_compiled_once(family, variant, num_kinds, tmp_path, session, monkeypatch):
+def test_each_kind_of_layer_is_compiled_once(family, variant, num_kinds, tmp_path, session_class, monkeypatch):
     counter = CompileCounterWithBackend("aot_eager")
     monkeypatch.setattr(compilation, "BACKEND", counter)
     for module in (llama, qwen3_next, deepseek_v3):
         monkeypatch.setattr(module, "MIN_COMPILED_ROWS", 9)
     make_checkpoint(tmp_path, family, **VARIANTS[family][variant])
     spec = nanovllm_models.load(tmp_path)
-    plain, fast = session(spec), session(spec, compiled=True)
+    plain, fast = session_class(spec), session_class(spec, compiled=True)
     for index, step in enumerate(([PROMPTS[1]], [[5], PROMPTS[0]], [[6], [7]], [[1], list(range(20))])):
         with torch._dynamo.config.patch(error_on_recompile=index > 0):
             for found, expected in zip(fast.step(step), plain.step(step), strict=True):
@@ -167,11 +167,11 @@ def test_each_kind_of_layer_is_compiled_once(family, variant, num_kinds, tmp_pat
         ("deepseek_v3", "as published"),
     ],
 )
-def test_chunked_prefill_gives_the_same_logits(family, variant, tmp_path, session):
+def test_chunked_prefill_gives_the_same_logits(family, variant, tmp_path, session_class):
     make_checkpoint(tmp_path, family, **VARIANTS[family][variant])
     spec = nanovllm_models.load(tmp_path)
-    whole = session(spec).step([PROMPTS[1]])[0]
-    chunked = session(spec)
+    whole = session_class(spec).step([PROMPTS[1]])[0]
+    chunked = session_class(spec)
     parts = [chunked.step([PROMPTS[1][begin : begin + 13]])[0] for begin in range(0, len(PROMPTS[1]), 13)]
     torch.testing.assert_close(torch.cat(parts), whole, atol=1e-5, rtol=1e-5)
 
@@ -189,9 +189,9 @@ def test_chunked_prefill_gives_the_same_logits(family, variant, tmp_path, sessio
     ],
     ids=["llama", "deepseek_v3"],
 )
-def test_configs_of_transformers_4_and_5_are_equivalent(family, rope, type_field, added, tmp_path, session):
+def test_configs_of_transformers_4_and_5_are_equivalent(family, rope, type_field, added, tmp_path, session_class):
     make_checkpoint(tmp_path, family, rope_parameters=rope)
-    expected = session(nanovllm_models.load(tmp_path)).step(PROMPTS)
+    expected = session_class(nanovllm_models.load(tmp_path)).step(PROMPTS)
     file = tmp_path / "config.json"
     fields = json.loads(file.read_text())
     rope = fields.pop("rope_parameters")
@@ -199,7 +199,7 @@ def test_configs_of_transformers_4_and_5_are_equivalent(family, rope, type_field
     fields["rope_theta"] = rope.pop("rope_theta")
     rope[type_field] = rope.pop("rope_type")
     file.write_text(json.dumps(fields | {"rope_scaling": rope} | added))
-    found = session(nanovllm_models.load(tmp_path)).step(PROMPTS)
+    found = session_class(nanovllm_models.load(tmp_path)).step(PROMPTS)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
@@ -214,20 +214,21 @@ def test_configs_of_transformers_4_and_5_are_equivalent(family, rope, type_field
         ("deepseek_v3", "dense", 0.99, 1),
     ],
 )
-def test_bfloat16_logits_are_near_float32_logits(family, variant, min_similarity, share, tmp_path, session):
+def test_bfloat16_logits_are_near_float32_logits(family, variant, min_similarity, share, tmp_path, session_class):
     make_checkpoint(tmp_path, family, **VARIANTS[family][variant])
     spec = nanovllm_models.load(tmp_path)
-    exact, coarse = (torch.cat(session(spec, dtype).step(PROMPTS)) for dtype in (torch.float32, torch.bfloat16))
+    exact, coarse = (torch.cat(session_class(spec, dtype).step(PROMPTS)) for dtype in (torch.float32, torch.bfloat16))
     assert coarse.dtype == torch.float32
     similar = torch.nn.functional.cosine_similarity(coarse, exact, dim=-1)
     assert (similar > min_similarity).float().mean() >= share
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_dummy_weights_depend_on_the_seed(family, tmp_path, session):
+def test_dummy_weights_depend_on_the_seed(family, tmp_path, session_class):
     make_checkpoint(tmp_path, family)
     first, second = (
-        session(nanovllm_models.load(tmp_path, load_format="dummy", seed=seed)).step(PROMPTS)[0] for seed in (1, 2)
+        session_class(nanovllm_models.load(tmp_path, load_format="dummy", seed=seed)).step(PROMPTS)[0]
+        for seed in (1, 2)
     )
     assert first.isfinite().all()
     assert not torch.equal(first, second)

@@ -18,13 +18,13 @@ from nanovllm_models.errors import ModelError
 TOLERANCE = 2e-4
 
 
-def test_prompts_in_chunks_of_any_size_give_the_same_logits(tmp_path, session):
+def test_prompts_in_chunks_of_any_size_give_the_same_logits(tmp_path, session_class):
     make_checkpoint(tmp_path, "qwen3_next")
     spec = nanovllm_models.load(tmp_path)
     short, long = PROMPTS
-    expected = session(spec).step([long])[0]
+    expected = session_class(spec).step([long])[0]
     for sizes in ([1, 2, 37, 26, 14], [63, 2, 15], [64, 16], [13] * 6 + [2]):
-        ours = session(spec)
+        ours = session_class(spec)
         token = int(ours.step([short])[0][-1].argmax())
         parts, begin = [], 0
         for size in sizes:
@@ -34,11 +34,11 @@ def test_prompts_in_chunks_of_any_size_give_the_same_logits(tmp_path, session):
         torch.testing.assert_close(torch.cat(parts), expected, atol=TOLERANCE, rtol=TOLERANCE)
 
 
-def test_logits_from_a_saved_state_equal_those_of_the_whole_prompt(tmp_path, session):
+def test_logits_from_a_saved_state_equal_those_of_the_whole_prompt(tmp_path, session_class):
     make_checkpoint(tmp_path, "qwen3_next")
     spec = nanovllm_models.load(tmp_path)
     prompt = PROMPTS[1]
-    ours = session(spec)
+    ours = session_class(spec)
     ours.saves[0] = CHECKPOINT_INTERVAL
     expected = ours.step([prompt])[0]
     following = ours.step([[3]])[0]
@@ -48,7 +48,7 @@ def test_logits_from_a_saved_state_equal_those_of_the_whole_prompt(tmp_path, ses
     )
     torch.testing.assert_close(ours.step([[3]])[0], following, atol=1e-5, rtol=1e-5)
     # Here a step of one token saves the state.
-    ours = session(spec)
+    ours = session_class(spec)
     ours.saves[0] = CHECKPOINT_INTERVAL
     ours.step([prompt[: CHECKPOINT_INTERVAL - 1]])
     ours.step([prompt[CHECKPOINT_INTERVAL - 1 : CHECKPOINT_INTERVAL]])
@@ -58,19 +58,19 @@ def test_logits_from_a_saved_state_equal_those_of_the_whole_prompt(tmp_path, ses
     torch.testing.assert_close(found, expected[CHECKPOINT_INTERVAL:], atol=TOLERANCE, rtol=TOLERANCE)
 
 
-def test_each_layer_has_the_cache_spec_of_its_kind(tmp_path, session):
+def test_each_layer_has_the_cache_spec_of_its_kind(tmp_path, session_class):
     make_checkpoint(tmp_path, "qwen3_next")
-    specs = session(nanovllm_models.load(tmp_path)).model.cache_specs()
+    specs = session_class(nanovllm_models.load(tmp_path)).model.cache_specs()
     state = StateSpec((4, 16, 8), (4, 2 * 2 * 8 + 4 * 16))
     assert specs == (state, state, state, PagedSpec(2, 16, 4))
 
 
-def test_a_head_for_multi_token_prediction_is_loaded_on_request_and_changes_nothing(tmp_path, session):
+def test_a_head_for_multi_token_prediction_is_loaded_on_request_and_changes_nothing(tmp_path, session_class):
     model = make_model("qwen3_next")
     write_checkpoint(tmp_path / "without", model)
     write_checkpoint(tmp_path / "with", model, mtp=True, old_config=True)
-    plain, ours = (session(nanovllm_models.load(tmp_path / name), uses_mtp=True) for name in ("without", "with"))
-    unused = session(nanovllm_models.load(tmp_path / "with"))
+    plain, ours = (session_class(nanovllm_models.load(tmp_path / name), uses_mtp=True) for name in ("without", "with"))
+    unused = session_class(nanovllm_models.load(tmp_path / "with"))
     expected = plain.step(PROMPTS)
     for found in (ours.step(PROMPTS), unused.step(PROMPTS)):
         assert all(torch.equal(*logits) for logits in zip(found, expected, strict=True))
@@ -85,7 +85,7 @@ def test_a_head_for_multi_token_prediction_is_loaded_on_request_and_changes_noth
     del tensors["mtp.fc.weight"]
     save_file(tensors, file)
     with pytest.raises(WeightError, match="lacks 1 of .*: mtp.fc.weight"):
-        session(nanovllm_models.load(tmp_path / "with"), uses_mtp=True)
+        session_class(nanovllm_models.load(tmp_path / "with"), uses_mtp=True)
 
 
 @pytest.mark.parametrize(
@@ -99,17 +99,17 @@ def test_a_head_for_multi_token_prediction_is_loaded_on_request_and_changes_noth
         ("model.layers.3.mlp.shared_expert.down_proj.weight", "[32, 40]"),
     ],
 )
-def test_unexpected_tensors_are_refused_and_missing_tensors_are_named(name, shape, tmp_path, session):
+def test_unexpected_tensors_are_refused_and_missing_tensors_are_named(name, shape, tmp_path, session_class):
     make_checkpoint(tmp_path, "qwen3_next")
     tensors = load_file(tmp_path / "model.safetensors")
     extra = name.replace(".layers.", ".layers.1")
     save_file(tensors | {extra: tensors[name].clone()}, tmp_path / "model.safetensors")
     with pytest.raises(WeightError, match="the model has no such weight"):
-        session(nanovllm_models.load(tmp_path))
+        session_class(nanovllm_models.load(tmp_path))
     del tensors[name]
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(WeightError) as caught:
-        session(nanovllm_models.load(tmp_path))
+        session_class(nanovllm_models.load(tmp_path))
     assert f"lacks 1 of {len(tensors) + 1} tensors: {name} {shape}" in str(caught.value)
 
 
@@ -139,12 +139,12 @@ def test_invalid_configs_are_refused(changes, message, tmp_path):
 
 
 @pytest.mark.parametrize("shared_width", [40, 24], ids=["shared expert fused", "shared expert separate"])
-def test_block_fp8_weights_are_loaded_into_the_rows_of_the_float32_weights(shared_width, tmp_path, session):
+def test_block_fp8_weights_are_loaded_into_the_rows_of_the_float32_weights(shared_width, tmp_path, session_class):
     changes = {"mlp_only_layers": [1], "num_hidden_layers": 2, "full_attention_interval": 2, "initializer_range": 0.1}
     model = make_model("qwen3_next", head_dim=128, shared_expert_intermediate_size=shared_width, **changes)
     write_checkpoint(tmp_path / "fp8", model, fp8=True, mtp=True, old_config=True)
     write_twin(tmp_path / "fp8", tmp_path / "twin")
-    ours, twin = (session(nanovllm_models.load(tmp_path / name), uses_mtp=True) for name in ("fp8", "twin"))
+    ours, twin = (session_class(nanovllm_models.load(tmp_path / name), uses_mtp=True) for name in ("fp8", "twin"))
     delta, plain_delta = (each.model.model.layers[0].linear_attn for each in (ours, twin))
     full, plain_full = (each.model.model.layers[1] for each in (ours, twin))
     sparse, plain_sparse = (each.model.model.layers[0].mlp for each in (ours, twin))

@@ -97,26 +97,26 @@ def test_a_shard_that_is_missing_is_named(write_config):
     assert "weight_map" in refusal(path)
 
 
-def test_a_file_that_is_no_safetensors_is_refused_when_read(write_config, session):
+def test_a_file_that_is_no_safetensors_is_refused_when_read(write_config, session_class):
     path = write_config()
     (path / "model.safetensors").write_bytes(b"not what it says")
     spec = nanovllm_models.load(path)
     with pytest.raises(ModelError, match=r"can't read .*model\.safetensors"):
-        session(spec)
+        session_class(spec)
 
 
-def test_weights_of_another_model_are_refused_when_read(write_config, session):
+def test_weights_of_another_model_are_refused_when_read(write_config, session_class):
     path = write_config()
     save_file({"model.norm.weight": torch.ones(8)}, path / "model.safetensors")
     with pytest.raises(WeightError, match=r"model\.norm\.weight has shape \[8\], but the model expects \[32\]"):
-        session(nanovllm_models.load(path))
+        session_class(nanovllm_models.load(path))
 
 
-def test_dummy_weights_are_drawn_from_the_seed(write_config, session):
+def test_dummy_weights_are_drawn_from_the_seed(write_config, session_class):
     path = write_config(tie_word_embeddings=True)
 
     def logits(seed: int) -> torch.Tensor:
-        return session(nanovllm_models.load(path, load_format="dummy", seed=seed)).step([[1, 2, 3]])[0]
+        return session_class(nanovllm_models.load(path, load_format="dummy", seed=seed)).step([[1, 2, 3]])[0]
 
     assert torch.equal(logits(1), logits(1))
     assert not torch.equal(logits(1), logits(2))

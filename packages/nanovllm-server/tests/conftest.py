@@ -241,13 +241,13 @@ def logs() -> None:
 
 
 @pytest.fixture(scope="session")
-def backend() -> Tokenizer:
+def tokenizer_backend() -> Tokenizer:
     return make_backend()
 
 
 @pytest.fixture(scope="session")
-def vocabulary(backend: Tokenizer) -> TextVocabulary:
-    return TextVocabulary(backend)
+def vocabulary(tokenizer_backend: Tokenizer) -> TextVocabulary:
+    return TextVocabulary(tokenizer_backend)
 
 
 @pytest.fixture
@@ -256,8 +256,8 @@ async def engine() -> ScriptedEngine:
 
 
 @pytest.fixture
-def tokenizer(backend: Tokenizer) -> ScriptedTokenizer:
-    return ScriptedTokenizer(backend)
+def tokenizer(tokenizer_backend: Tokenizer) -> ScriptedTokenizer:
+    return ScriptedTokenizer(tokenizer_backend)
 
 
 @pytest.fixture

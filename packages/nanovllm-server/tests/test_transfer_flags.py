@@ -17,7 +17,7 @@ def parse(arguments: str) -> Settings:
 
 
 @pytest.fixture
-def devices(tmp_path, monkeypatch) -> Path:
+def device_directory(tmp_path, monkeypatch) -> Path:
     """An empty directory for device files: no GPU."""
     monkeypatch.setattr(transfer_settings, "NVIDIA_DEVICE", tmp_path / "nvidiactl")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -25,9 +25,9 @@ def devices(tmp_path, monkeypatch) -> Path:
 
 
 @pytest.fixture
-def four_gpus(devices) -> None:
+def four_gpus(device_directory) -> None:
     for name in ("nvidiactl", "nvidia0", "nvidia1", "nvidia2", "nvidia3", "nvidia-uvm"):
-        (devices / name).touch()
+        (device_directory / name).touch()
 
 
 def test_without_flags_nothing_is_transferred():
@@ -36,7 +36,7 @@ def test_without_flags_nothing_is_transferred():
     assert settings.engine_config == EngineConfig()
 
 
-def test_prefill_server_listens(devices):
+def test_prefill_server_listens(device_directory):
     settings = parse(f"--role prefill {SECRET}")
     assert settings.transfer == TransferSettings(role="prefill", advertised_host="127.0.0.1")
     assert settings.engine_config == EngineConfig(
@@ -59,7 +59,7 @@ def test_prefill_server_names_its_host(flags, listen, host):
     assert (settings.engine_config.transfer_listen, settings.transfer.advertised_host) == (listen, host)
 
 
-def test_decode_server_has_peers(devices):
+def test_decode_server_has_peers(device_directory):
     peers = "--transfer-peers 10.0.0.1:5600,Node:5601 --transfer-peers [0:0::1]:5602,10.0.0.1:5600"
     settings = parse(f"--role decode {SECRET} {peers} --transfer-carrier tcp --kv-offload-gib 3")
     assert settings.transfer == TransferSettings(role="decode")
@@ -71,7 +71,7 @@ def test_decode_server_has_peers(devices):
     )
 
 
-def test_two_engines_run_on_a_machine_without_gpus(devices):
+def test_two_engines_run_on_a_machine_without_gpus(device_directory):
     settings = parse("--prefill-gpus 2 --decode-gpus 2 --transfer-carrier shm")
     assert settings.transfer == TransferSettings(has_prefill_engine=True)
     assert settings.engine_config == EngineConfig(tensor_parallel_size=2, kv_offload_gib=0.5, transfer_carrier="shm")
@@ -148,7 +148,7 @@ def test_default_host_memory_depends_on_the_device(four_gpus, device, gib):
         (f"--role decode {SECRET} --transfer-peers ipc:///tmp/a", "must be HOST:PORT"),
     ],
 )
-def test_flags_that_do_not_fit_together_are_an_error(devices, flags, reason):
+def test_flags_that_do_not_fit_together_are_an_error(device_directory, flags, reason):
     with pytest.raises(SettingsError) as failure:
         parse(flags)
     assert reason in str(failure.value)

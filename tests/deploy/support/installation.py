@@ -36,27 +36,27 @@ def build_wheels(folder: Path) -> dict[str, Path]:
 class InstalledServer:
     """A server that runs from wheels.
 
-    error: stderr of a start before the default model was installed.
+    stderr_without_model: stderr of a start before the default model was installed.
     completion: the server's answer to a request for 4 tokens.
-    max_parent_bytes: largest memory of the server's parent process so far.
+    peak_parent_bytes: the most memory that the server's parent process has used, measured after the answer.
     """
 
     server: Any
-    error: str
+    stderr_without_model: str
     completion: dict[str, Any]
-    max_parent_bytes: int
+    peak_parent_bytes: int
 
 
 def install_wheels(wheels: dict[str, Path], environment: Path) -> None:
     """Makes an environment with only the wheels and their dependencies."""
     run_uv("venv", "--python", sys.executable, environment)
-    # The lock's versions are in uv's cache.
+    # Install the versions of the lock file, because uv's cache already has these versions.
     constraints = environment.with_name("constraints.txt")
     lock = ("--locked", "--package", "nanovllm-server", "--no-default-groups", "--no-emit-workspace", "--no-hashes")
     constraints.write_text(run_uv("export", *lock))
     run_uv("pip", "install", "--python", environment, "--constraints", constraints, *wheels.values())
-    # Copy bytecode, because compiling torch again would take 10 s. Skip incomplete files of tests that compile
-    # meanwhile: these files have a number after the suffix.
+    # Copy bytecode, because compiling torch again would take 10 s. Skip files with a number after `.pyc`:
+    # other processes are still writing these files.
     site = Path(pytest.__file__).parents[1]
     for bytecode in site.rglob("__pycache__"):
         target = environment / site.relative_to(sys.prefix) / bytecode.relative_to(site)
@@ -84,5 +84,5 @@ def start_from_wheels(
     with post_chat(server.url, chat(max_tokens=4)) as response:
         completion = json.load(response)
     status = Path(f"/proc/{server.process.pid}/status").read_text()
-    max_parent_bytes = int(re.search(r"VmHWM:\s*(\d+) kB", status)[1]) << 10
-    return InstalledServer(server, refused.stderr, completion, max_parent_bytes)
+    peak_parent_bytes = int(re.search(r"VmHWM:\s*(\d+) kB", status)[1]) << 10
+    return InstalledServer(server, refused.stderr, completion, peak_parent_bytes)

@@ -106,7 +106,7 @@ TINY_MODELS = {
     "Qwen2": TinyModel("Qwen2", {}),
     "Qwen3": TinyModel("Qwen3", {"head_dim": 32}),
     "Qwen3-MoE": TinyModel("Qwen3Moe", {**MIXTURE, "norm_topk_prob": True}),
-    "Qwen3-MoE, some dense, weights as chosen": TinyModel(
+    "Qwen3-MoE, some dense, weights not normalised": TinyModel(
         "Qwen3Moe", {**MIXTURE, "norm_topk_prob": False, "decoder_sparse_step": 2, "tie_word_embeddings": True}
     ),
     "Qwen3-Next": TinyModel("Qwen3Next", DELTA_NET, has_mtp=True),
@@ -119,7 +119,7 @@ TINY_MODELS = {
     "DeepSeek-V3": TinyModel(
         "DeepseekV3", {**LATENT_ATTENTION, "rope_parameters": YARN, "num_nextn_predict_layers": 1}, has_mtp=True
     ),
-    "DeepSeek-V3, queries at once, all sparse, two shared": TinyModel(
+    "DeepSeek-V3, no low-rank queries, all sparse, two shared": TinyModel(
         "DeepseekV3",
         {
             **LATENT_ATTENTION,
@@ -170,7 +170,7 @@ def make_model(tiny: TinyModel) -> transformers.PreTrainedModel:
     return model
 
 
-def predict(answers: list[list[int]]) -> list[list[int]]:
+def make_predictions(answers: list[list[int]]) -> list[list[int]]:
     """Returns predictions for `generate`: copies of `answers` with every ninth token wrong."""
     return [
         [(token + 1) % VOCAB if position % 9 == 8 else token for position, token in enumerate(answer)]
@@ -189,17 +189,17 @@ async def generate(
     samplings: Sequence[dict] = ({"temperature": 0},),
     logprobs: list[list[float]] | None = None,
     prepare: Callable[[AsyncEngine], Awaitable[None]] | None = None,
-    unused_tiers: Collection[str] = (),
+    optional_tiers: Collection[str] = (),
     final_stats: list[EngineStats] | None = None,
 ) -> list[list[int]]:
     """Returns the answers to `make_prompts`.
 
     predictions: the predicted answer of each request, for engines with speculation.
     draft: directory of the draft model.
-    samplings: options that the requests have in turn.
+    samplings: sampling options. Request i has `samplings[i % len(samplings)]`.
     logprobs: receives the log-probabilities of each answer's tokens; empty for requests that ask for none.
     prepare: called with the engine before the first request.
-    unused_tiers: tiers that may load no tokens. All other tiers must load some.
+    optional_tiers: tiers that need not load tokens. All other tiers must load some.
     final_stats: receives the engine's statistics at the end.
     """
     config = EngineConfig(device=device, dtype="float32", forbid_sync=device == "cuda", **{"depth": 2, **settings})
@@ -236,7 +236,7 @@ async def generate(
         stats = engine.stats
         assert (stats.num_preemptions > 0) == is_preempted
         for tier, num_tokens in stats.loaded_tokens:
-            assert num_tokens > 0 or tier in unused_tiers, stats.loaded_tokens
+            assert num_tokens > 0 or tier in optional_tiers, stats.loaded_tokens
         deadline_s = time.monotonic() + MAX_COPY_S
         while engine.stats.num_free_blocks < stats.num_blocks:
             assert config.kv_offload_gib

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from rank_matrix import write_tiny_checkpoint
-from tiny_models import AMPLE_CACHE, SCARCE_CACHE, TINY_MODELS, generate, predict
+from tiny_models import AMPLE_CACHE, SCARCE_CACHE, TINY_MODELS, generate, make_predictions
 
 from nanovllm_core import AsyncEngine, Engine, EngineClient, EngineConfig, EngineStats
 from nanovllm_core.engine import build
@@ -34,7 +34,7 @@ TRANSFER_SETTINGS = {
     "two ranks": {"tensor_parallel_size": 2, **AMPLE_CACHE},
     "own requests": {"tensor_parallel_size": 2, "dp_attention": True, **AMPLE_CACHE},
     "n-grams": {"speculate": "ngram", **AMPLE_CACHE},
-    "heads": {"speculate": "mtp", "max_num_seqs": 2, "num_blocks": 400},
+    "MTP heads": {"speculate": "mtp", "max_num_seqs": 2, "num_blocks": 400},
 }
 SAMPLINGS = (
     {"temperature": 0},
@@ -45,7 +45,7 @@ MAX_WAIT_S = 60.0
 
 
 def can_run(name: str, setting: str) -> bool:
-    return setting != "heads" or TINY_MODELS[name].has_mtp
+    return setting != "MTP heads" or TINY_MODELS[name].has_mtp
 
 
 async def compare(path: Path, device: str, setting: str, carrier: str) -> EngineStats:
@@ -57,7 +57,7 @@ async def compare(path: Path, device: str, setting: str, carrier: str) -> Engine
     options: dict[str, Any] = {"is_preempted": is_preempted, "samplings": SAMPLINGS}
     expected = await generate(path, device, settings_of_single_engine, **options)
     if settings.get("speculate") == "ngram":
-        options["predictions"] = predict(expected)
+        options["predictions"] = make_predictions(expected)
     with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
         # Steps propose as many drafts as they may, because all measured times are 0.
         patch.setattr(build, "measure_draft_times", lambda *_: DraftTimes())
@@ -65,11 +65,11 @@ async def compare(path: Path, device: str, setting: str, carrier: str) -> Engine
         transfer_options = {"transfer_secret_file": secret, "transfer_carrier": carrier}
         shared_settings = HOST_MEMORY | settings | transfer_options
 
-        def place_files(name: str) -> dict[str, Path]:
+        def make_file_settings(name: str) -> dict[str, Path]:
             return {"kv_offload_dir": Path(directory, name)} if "kv_offload_dir" in shared_settings else {}
 
         address = f"ipc://{directory}/transfer"
-        prefill_settings = {"depth": 2, **shared_settings, "transfer_listen": address, **place_files("prefill")}
+        prefill_settings = {"depth": 2, **shared_settings, "transfer_listen": address, **make_file_settings("prefill")}
         # A process can hold the ranks of only one engine.
         start = AsyncEngine.start if settings.get("tensor_parallel_size", 1) == 1 else EngineClient.launch
         prefill = await start(load(path), EngineConfig(device=device, dtype="float32", **prefill_settings))
@@ -79,10 +79,10 @@ async def compare(path: Path, device: str, setting: str, carrier: str) -> Engine
                 **shared_settings,
                 "transfer_peers": (address,),
                 "prefill_peer": address,
-                **place_files("decode"),
+                **make_file_settings("decode"),
             }
-            # Some models have so small blocks that all fit into the host memory.
-            options |= {"unused_tiers": ("disk",), "prepare": await_peer, "final_stats": stats}
+            # Files may stay unused: the blocks of some models are so small that the host memory holds all of them.
+            options |= {"optional_tiers": ("disk",), "prepare": await_peer, "final_stats": stats}
             found = await generate(path, device, decode_settings, **options)
             await await_idle(prefill)
         finally:

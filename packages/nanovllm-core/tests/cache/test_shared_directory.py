@@ -53,10 +53,10 @@ def test_a_directory_that_other_users_can_write_is_refused(tmp_path):
 
 def test_a_directory_is_unlocked_although_a_forked_child_has_a_copy_of_the_descriptor(tmp_path, monkeypatch):
     copies = []
-    lock_file = fcntl.flock
+    original_flock = fcntl.flock
 
     def lock_and_copy(descriptor: int, operation: int) -> None:
-        lock_file(descriptor, operation)
+        original_flock(descriptor, operation)
         copies.append(os.dup(descriptor))
 
     with monkeypatch.context() as patch:

@@ -28,11 +28,11 @@ from nanovllm_core.cache.host_memory import HostMemory
 from nanovllm_core.engine.trace import TRACK_IDS
 from nanovllm_core.execution import entry_copier
 
-# Three conversations of up to 12 blocks each evict each other.
+# The cache has too few blocks for three conversations of up to 12 blocks, so the conversations evict each other.
 CONFIG = EngineConfig(device="cpu", num_blocks=20, max_num_seqs=2, kv_offload_gib=0.01)
 NUM_TURNS = 4
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-Answer = Callable[[list[int], int], list[int]]
+AnswerFunction = Callable[[list[int], int], list[int]]
 
 
 @pytest.fixture(autouse=True)
@@ -46,14 +46,14 @@ async def generate(engine: AsyncEngine, name: str, prompt: list[int], count: int
     return [token async for output in engine.generate(request) for token in output.new_token_ids]
 
 
-async def converse(engine: AsyncEngine, answer: Answer, num_turns: int = NUM_TURNS) -> None:
+async def converse(engine: AsyncEngine, expected_answer: AnswerFunction, num_turns: int = NUM_TURNS) -> None:
     """Three conversations take turns."""
     rng = random.Random(0)
     prompts = [[rng.randrange(6, 97) for _ in range(100)] for _ in range(3)]
     for turn in range(num_turns):
         for index, prompt in enumerate(prompts):
             tokens = await generate(engine, f"{turn}-{index}", prompt, 8)
-            assert tokens == answer(prompt, 8)
+            assert tokens == expected_answer(prompt, 8)
             await wait_for_copies(engine)
             prompt += tokens + [rng.randrange(6, 97) for _ in range(12)]
 
@@ -67,11 +67,11 @@ async def wait_for_copies(engine: AsyncEngine) -> None:
         await asyncio.sleep(0.001)
 
 
-async def check(spec: ModelSpec, config: EngineConfig, answer: Answer) -> None:
+async def check(spec: ModelSpec, config: EngineConfig, expected_answer: AnswerFunction) -> None:
     """Hold conversations, and check that most cached tokens come from host memory."""
     engine = await AsyncEngine.start(spec, config)
     try:
-        await converse(engine, answer)
+        await converse(engine, expected_answer)
         stats = engine.stats
         assert stats.num_free_blocks == stats.num_blocks
         assert stats.num_free_state_slots == engine.info.num_state_slots
@@ -114,7 +114,7 @@ async def test_blocks_are_stored_when_the_host_memory_is_pinned_while_no_request
         await engine.stop()
 
 
-async def count_cached_tokens(engine: AsyncEngine, name: str, prompt: list[int]) -> int:
+async def generate_and_count_cached_tokens(engine: AsyncEngine, name: str, prompt: list[int]) -> int:
     request = Request(name, prompt, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
     return [output.num_cached_tokens async for output in engine.generate(request)][-1]
 
@@ -126,10 +126,13 @@ async def test_simultaneous_loads_do_not_evict_each_other(spec, settings):
     prompts = [[index + 6] * 140 for index in range(6)]
     try:
         for index, prompt in enumerate(prompts):
-            await count_cached_tokens(engine, f"new {index}", prompt)
+            await generate_and_count_cached_tokens(engine, f"new {index}", prompt)
             await wait_for_copies(engine)
         returned = await asyncio.gather(
-            *(count_cached_tokens(engine, f"returned {index}", prompt) for index, prompt in enumerate(prompts))
+            *(
+                generate_and_count_cached_tokens(engine, f"returned {index}", prompt)
+                for index, prompt in enumerate(prompts)
+            )
         )
         assert min(returned) >= 128
         await wait_for_copies(engine)
@@ -139,8 +142,8 @@ async def test_simultaneous_loads_do_not_evict_each_other(spec, settings):
 
 
 async def test_fp8_blocks_return_with_their_scales():
-    answer = toy_model.make_oracle(fp8_cache=True)
-    await check(toy_model.toy_spec(), replace(CONFIG, kv_cache_dtype="fp8"), answer)
+    expected_answer = toy_model.make_oracle(fp8_cache=True)
+    await check(toy_model.toy_spec(), replace(CONFIG, kv_cache_dtype="fp8"), expected_answer)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -235,7 +238,7 @@ async def wait_for_files(engine: AsyncEngine) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spec", "settings", "answer"),
+    ("spec", "settings", "make_expected_answer"),
     [
         (toy_model.toy_spec(), {}, None),
         (recurrent_spec(), {"num_state_slots": 6}, Oracle),
@@ -245,15 +248,15 @@ async def wait_for_files(engine: AsyncEngine) -> None:
     ],
     ids=["attention", "recurrent", "draft model", "attention on a GPU", "recurrent on a GPU"],
 )
-async def test_prefixes_return_from_files_after_a_restart(spec, settings, answer, oracle, tmp_path: Path):
-    answer = oracle if answer is None else answer()
+async def test_prefixes_return_from_files_after_a_restart(spec, settings, make_expected_answer, oracle, tmp_path: Path):
+    expected_answer = oracle if make_expected_answer is None else make_expected_answer()
     config = replace(CONFIG, kv_offload_dir=tmp_path / "kv", kv_offload_disk_gib=0.1, **settings)
     engine = await AsyncEngine.start(with_fingerprint(spec), config)
     try:
         # Writes begin when the directory has been scanned.
         for store in engine._loop._scheduler.tier.files._stores:
             await asyncio.to_thread(store.indexed.wait, 60)
-        await converse(engine, answer, 2)
+        await converse(engine, expected_answer, 2)
         await wait_for_files(engine)
     finally:
         await engine.stop()
@@ -261,7 +264,7 @@ async def test_prefixes_return_from_files_after_a_restart(spec, settings, answer
     try:
         for store in engine._loop._scheduler.tier.files._stores:
             await asyncio.to_thread(store.indexed.wait, 60)
-        await converse(engine, answer, 1)
+        await converse(engine, expected_answer, 1)
         assert dict(engine.stats.loaded_tokens)["disk"] >= 3 * 64
         assert engine.stats.num_free_blocks == engine.stats.num_blocks
     finally:

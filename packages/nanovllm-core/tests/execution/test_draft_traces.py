@@ -41,7 +41,7 @@ def grammars() -> dict[GrammarSpec, Grammar]:
 
 
 @dataclass
-class Target:
+class ExpectedOutput:
     """The output of a row without drafts. masks[i] restricts tokens[i]."""
 
     options: dict[str, object]
@@ -67,7 +67,7 @@ class Target:
             row.append(self.tokens[-1])
 
     def masks_along(self, tokens: list[int]) -> tuple[list[bytes | None], str | None]:
-        """Masks before each of `tokens` and after the last, and the failure that ends them (None without one)."""
+        """Masks of each of `tokens` and of the token after them, and the failure that ends the masks, or None."""
         row, masks = RowWithoutDrafts(self.options, toy_model.VOCAB), []
         for token in [*self.tokens[: self.num_known], *tokens, 0]:
             mask, failure = row.next_mask()
@@ -90,9 +90,9 @@ def draw_options(rng: random.Random, grammars: dict[GrammarSpec, Grammar]) -> di
     return options
 
 
-def draw_drafts(rng: random.Random, target: Target) -> list[int]:
-    """Drafts that continue the target, with some tokens replaced."""
-    drafts = target.tokens[target.num_known :][:MAX_DRAFTS]
+def draw_drafts(rng: random.Random, expected_output: ExpectedOutput) -> list[int]:
+    """Drafts that continue the expected output, with some tokens replaced."""
+    drafts = expected_output.tokens[expected_output.num_known :][:MAX_DRAFTS]
     drafts += rng.choices(range(toy_model.VOCAB), k=MAX_DRAFTS - len(drafts))
     for position in range(MAX_DRAFTS):
         if rng.random() < 0.15:
@@ -100,38 +100,42 @@ def draw_drafts(rng: random.Random, target: Target) -> list[int]:
     return drafts
 
 
-def check_entries(target: Target, num_drafts: int, masks: list[bytes | None], failure: tuple[int, str] | None) -> None:
+def check_entries(
+    expected_output: ExpectedOutput, num_drafts: int, masks: list[bytes | None], failure: tuple[int, str] | None
+) -> None:
     """Compare the masks of a row's entries with the masks of a row without drafts.
 
+    masks: one per entry. Entry i samples the token after the row's first i drafts.
     failure: (entry, reason); None if no entry failed.
     """
-    drafts = (target.draft_ids or [])[:num_drafts]
-    expected_masks, reason = target.masks_along(drafts)
+    drafts = (expected_output.draft_ids or [])[:num_drafts]
+    expected_masks, reason = expected_output.masks_along(drafts)
     for entry, expected in enumerate(expected_masks):
         assert masks[entry] == expected
         if entry < num_drafts and not unpack(expected, toy_model.VOCAB)[drafts[entry]]:
-            # Unused entries after a forbidden draft have a (constant) mask only if the row has allowed token ids.
+            # Entries after a forbidden draft are unused. They have a mask only with the option `allowed_token_ids`.
             assert failure is None
-            assert "allowed_token_ids" in target.options or masks[entry + 1 :] == [None] * (num_drafts - entry)
+            assert "allowed_token_ids" in expected_output.options or masks[entry + 1 :] == [None] * (num_drafts - entry)
             return
     assert failure == (None if reason is None else (len(expected_masks), reason))
     assert masks[len(expected_masks) :] == [None] * (num_drafts + 1 - len(expected_masks))
 
 
 def run_trace(rng: random.Random, grammars: dict[GrammarSpec, Grammar], counts: dict[str, int]) -> None:
-    """Run rows with random drafts until their targets are complete. Add the numbers of events to `counts`."""
-    targets = [Target(draw_options(rng, grammars)) for _ in range(rng.choice([1, 1, 2, 3]))]
-    for target in targets:
-        target.sample(rng, rng.randrange(4, 24))
-    num_masks = len(targets) * (1 + MAX_DRAFTS)
-    constraints = Constraints(len(targets), toy_model.VOCAB, CPU, num_masks)
-    new_rows = [make_new_row(row, **target.options) for row, target in enumerate(targets)]
-    running = list(range(len(targets)))
+    """Run rows with random drafts until their expected outputs are complete. Add the numbers of events to `counts`."""
+    expected_outputs = [ExpectedOutput(draw_options(rng, grammars)) for _ in range(rng.choice([1, 1, 2, 3]))]
+    for expected_output in expected_outputs:
+        expected_output.sample(rng, rng.randrange(4, 24))
+    num_masks = len(expected_outputs) * (1 + MAX_DRAFTS)
+    constraints = Constraints(len(expected_outputs), toy_model.VOCAB, CPU, num_masks)
+    new_rows = [make_new_row(row, **expected_output.options) for row, expected_output in enumerate(expected_outputs)]
+    running = list(range(len(expected_outputs)))
     while running:
         rows = [row for row in running if rng.random() < 0.9] or list(running)
         has_drafts = rng.random() < 0.8
         num_drafts = [
-            rng.randint(0, MAX_DRAFTS) if has_drafts and targets[row].draft_ids is not None else 0 for row in rows
+            rng.randint(0, MAX_DRAFTS) if has_drafts and expected_outputs[row].draft_ids is not None else 0
+            for row in rows
         ]
         plan = make_plan(rows, new_rows, num_drafts=num_drafts if has_drafts else None)
         new_rows = []
@@ -144,25 +148,28 @@ def run_trace(rng: random.Random, grammars: dict[GrammarSpec, Grammar], counts: 
         failures = {failure.request_index: (failure.num_drafts, failure.reason) for failure in constraints.failures}
         token_ids, num_tokens, draft_ids = [], [], []
         for index, (row, n, first) in enumerate(zip(rows, num_drafts, first_entries.tolist(), strict=True)):
-            target = targets[row]
+            expected_output = expected_outputs[row]
             entry_masks = [mask_by_entry.get(first + entry) for entry in range(n + 1)]
             packed_masks = [None if mask is None else mask.tobytes() for mask in entry_masks]
-            check_entries(target, n, packed_masks, failures.get(index))
-            drafts, expected = (target.draft_ids or [])[:n], target.tokens[target.num_known :]
+            check_entries(expected_output, n, packed_masks, failures.get(index))
+            drafts, expected_tokens = (
+                (expected_output.draft_ids or [])[:n],
+                expected_output.tokens[expected_output.num_known :],
+            )
             num_accepted = 0
-            while num_accepted < min(n, len(expected)) and drafts[num_accepted] == expected[num_accepted]:
+            while num_accepted < min(n, len(expected_tokens)) and drafts[num_accepted] == expected_tokens[num_accepted]:
                 num_accepted += 1
-            # A row that accepts its whole target samples one more arbitrary token.
-            token_ids += [*expected, 0][: num_accepted + 1]
+            # A row that accepts its whole expected output samples one more arbitrary token.
+            token_ids += [*expected_tokens, 0][: num_accepted + 1]
             num_tokens.append(num_accepted + 1)
-            target.num_known += num_accepted + 1
+            expected_output.num_known += num_accepted + 1
             counts["accepted"] += num_accepted
             counts["failed after drafts"] += index in failures and failures[index][0] > 0
-            if target.num_known >= len(target.tokens):
+            if expected_output.num_known >= len(expected_output.tokens):
                 running.remove(row)
-                counts["failed"] += target.failure is not None
-            target.draft_ids = draw_drafts(rng, target)
-            draft_ids.append(target.draft_ids)
+                counts["failed"] += expected_output.failure is not None
+            expected_output.draft_ids = draw_drafts(rng, expected_output)
+            draft_ids.append(expected_output.draft_ids)
         step = ScriptedStepHandle(
             token_ids, num_tokens if max(num_tokens) > 1 else None, np.reshape(draft_ids, (-1, MAX_DRAFTS))
         )

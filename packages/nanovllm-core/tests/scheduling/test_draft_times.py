@@ -78,7 +78,7 @@ def test_steps_without_drafts_correct_the_time_of_a_step():
 def test_steps_with_drafts_correct_the_times_of_drafts_until_steps_without_drafts_follow():
     times = DraftTimes(MEASURED)
     for _ in range(100):
-        times.observe(1, 0.0, StepWork(4, num_proposals=1), 0.010 + 2 * 0.005)
+        times.observe(1, 0.0, StepWork(4, num_proposal_passes=1), 0.010 + 2 * 0.005)
     assert times.predict(1) == pytest.approx((1, 0.010, 0.002, 0.004), rel=0.01)
     for _ in range(500):
         times.observe(1, 0.0, StepWork(1), 0.010)
@@ -88,7 +88,7 @@ def test_steps_with_drafts_correct_the_times_of_drafts_until_steps_without_draft
 def test_one_slow_step_changes_the_times_little():
     times = DraftTimes(MEASURED)
     times.observe(1, 0.0, StepWork(1), 10.0)
-    times.observe(1, 0.0, StepWork(4, num_proposals=1), 10.0)
+    times.observe(1, 0.0, StepWork(4, num_proposal_passes=1), 10.0)
     assert times.predict(1).step_s < 1.5 * MEASURED[0].step_s
     assert times.predict(1).draft_s < 2 * MEASURED[0].draft_s
 

@@ -21,37 +21,39 @@ STEP_S = 0.01
 class Decodes:
     """Requests that decode. When step n is planned, the results of the steps up to n - 2 are known.
 
-    Late entries are entries of earlier tokens that the draft model's cache still lacks. The unit of all times is the
-    time of a step without drafts.
-    draft_share: time per verified draft.
-    proposal_share: time per step that proposes.
-    late_share: time per late entry.
-    late_pass_share: time per step with late entries.
-    extra_steps: time of all drafts, proposals and late entries so far.
+    Late entries are entries of earlier tokens that the draft model's cache still lacks. All times are relative to
+    the time of a step without drafts.
+    relative_draft_time: time per verified draft.
+    relative_proposal_time: time per step that proposes.
+    relative_late_entry_time: time per late entry.
+    relative_late_pass_time: time per step with late entries.
+    extra_time: time of all drafts, proposals and late entries so far.
     """
 
     def __init__(
         self,
-        draft_share: float,
+        relative_draft_time: float,
         num_requests: int = 1,
         max_step_tokens: int = 64,
         *,
-        proposal_share: float = 0.0,
-        late_share: float = 0.0,
-        late_pass_share: float = 0.0,
+        relative_proposal_time: float = 0.0,
+        relative_late_entry_time: float = 0.0,
+        relative_late_pass_time: float = 0.0,
         prompt_len: int = 0,
     ):
         self.rows = RowTable(num_requests, 1)
         self.rows.can_draft[:] = True
-        self.times = DecodeTimes(num_requests, STEP_S, STEP_S * draft_share, STEP_S * proposal_share)
+        self.times = DecodeTimes(num_requests, STEP_S, STEP_S * relative_draft_time, STEP_S * relative_proposal_time)
         self.step_time_model = StepTimeModel()
-        self.late_pass_s, self.late_entry_s = STEP_S * late_pass_share, STEP_S * late_share
+        self.late_pass_s, self.late_entry_s = STEP_S * relative_late_pass_time, STEP_S * relative_late_entry_time
         draft_times = DraftTimes([self.times], self.late_pass_s, self.late_entry_s)
-        limits = DraftLimits(MAX_DRAFTS, max_step_tokens, uses_cache=bool(proposal_share), can_lag=bool(late_share))
+        limits = DraftLimits(
+            MAX_DRAFTS, max_step_tokens, uses_cache=bool(relative_proposal_time), can_lag=bool(relative_late_entry_time)
+        )
         self.planner = DraftPlanner(self.rows, limits, self.step_time_model, draft_times)
         self.proposing_steps: list[int] = []
         self.num_late_draft_entries: list[int] = []
-        self.num_steps, self.extra_steps = 0, 0.0
+        self.num_steps, self.extra_time = 0, 0.0
         self._in_flight: tuple | None = None
         self.start_requests(prompt_len)
 
@@ -89,7 +91,7 @@ class Decodes:
         num_late = sum(entries.num_tokens for entries in late_draft_entries)
         seconds = self.times.draft_s * num_drafts.sum() + self.times.proposal_s * proposes
         seconds += self.late_pass_s * (num_late > 0) + self.late_entry_s * num_late
-        self.extra_steps += seconds / STEP_S
+        self.extra_time += seconds / STEP_S
         self.num_late_draft_entries.append(num_late)
         if proposes:
             self.proposing_steps.append(self.num_steps)
@@ -121,23 +123,23 @@ def test_accepted_drafts_lead_to_as_many_drafts_as_allowed():
     assert decodes.planner.num_accepted.tolist() == decodes.planner.num_verified.tolist()
 
 
-# By number of requests: draft_share, proposal_share, late_pass_share and late_share.
-# Measured on an H100 with the shapes of Llama-8B and, for drafts, Llama-1B. 256 requests have the shares of 64.
-MEASURED_SHARES = {1: (0.03, 0.79, 2.4, 0.001), 64: (0.0015, 1.12, 2.0, 0.001), 256: (0.0015, 1.12, 2.0, 0.001)}
+# By number of requests: relative times of a draft, a proposal, a pass of late entries, and a late entry. Measured on an
+# H100 with the shapes of Llama-8B and, for drafts, Llama-1B. The times of 64 requests also serve for 256 requests.
+MEASURED_RELATIVE_TIMES = {1: (0.03, 0.79, 2.4, 0.001), 64: (0.0015, 1.12, 2.0, 0.001), 256: (0.0015, 1.12, 2.0, 0.001)}
 
 
-@pytest.mark.parametrize("num_requests", MEASURED_SHARES)
+@pytest.mark.parametrize("num_requests", MEASURED_RELATIVE_TIMES)
 def test_rejected_drafts_of_a_model_cost_less_than_three_percent_of_512_tokens(num_requests):
-    draft_share, *shares = MEASURED_SHARES[num_requests]
-    names = ("proposal_share", "late_pass_share", "late_share")
-    options = {**dict(zip(names, shares, strict=True)), "prompt_len": 500}
+    relative_draft_time, *relative_times = MEASURED_RELATIVE_TIMES[num_requests]
+    names = ("relative_proposal_time", "relative_late_pass_time", "relative_late_entry_time")
+    options = {**dict(zip(names, relative_times, strict=True)), "prompt_len": 500}
     # The default limit, and a limit at which 256 requests may have drafts.
     for max_step_tokens in (256, 2048):
-        decodes = Decodes(draft_share, num_requests, max_step_tokens, **options)
+        decodes = Decodes(relative_draft_time, num_requests, max_step_tokens, **options)
         for _ in range(3):
-            extra_before = decodes.extra_steps
+            extra_before = decodes.extra_time
             decodes.run_steps(512, accepts=False)
-            assert decodes.extra_steps - extra_before < 0.03 * 512
+            assert decodes.extra_time - extra_before < 0.03 * 512
             decodes.start_requests(prompt_len=500)
         can_draft = 2 * num_requests <= max_step_tokens
         assert bool(decodes.proposing_steps) == can_draft
@@ -146,34 +148,34 @@ def test_rejected_drafts_of_a_model_cost_less_than_three_percent_of_512_tokens(n
 
 
 def test_slow_steps_with_prompts_do_not_make_proposals_seem_free():
-    decodes = Decodes(0.2, proposal_share=0.9)
+    decodes = Decodes(0.2, relative_proposal_time=0.9)
     # Steps with prompts replay no graph, so that they take many times as long as decodes.
     calibrate(decodes.step_time_model, lambda num_tokens, _: 5 * STEP_S + num_tokens * 1e-5, 8192, 8192)
     for _ in range(3):
-        extra_before = decodes.extra_steps
+        extra_before = decodes.extra_time
         decodes.run_steps(512, accepts=False)
-        assert decodes.extra_steps - extra_before < 0.02 * 512
+        assert decodes.extra_time - extra_before < 0.02 * 512
         decodes.start_requests()
 
 
-@pytest.mark.parametrize("proposal_share", [0.1, 0.3, 5.0])
-def test_probes_take_at_most_half_a_percent_of_the_time(proposal_share):
-    decodes = Decodes(0.01, proposal_share=proposal_share, late_share=0.0001)
+@pytest.mark.parametrize("relative_proposal_time", [0.1, 0.3, 5.0])
+def test_probes_take_at_most_half_a_percent_of_the_time(relative_proposal_time):
+    decodes = Decodes(0.01, relative_proposal_time=relative_proposal_time, relative_late_entry_time=0.0001)
     decodes.run_steps(100, accepts=False)
-    extra_before, num_steps = decodes.extra_steps, 4000
+    extra_before, num_steps = decodes.extra_time, 4000
     assert decodes.run_steps(num_steps, accepts=False) > 1
-    assert decodes.extra_steps - extra_before < 0.006 * num_steps
+    assert decodes.extra_time - extra_before < 0.006 * num_steps
 
 
 def test_right_drafts_that_take_longer_than_they_save_are_proposed_only_in_probes():
-    decodes = Decodes(0.01, proposal_share=10.0, late_share=0.0001)
+    decodes = Decodes(0.01, relative_proposal_time=10.0, relative_late_entry_time=0.0001)
     decodes.run_steps(100, accepts=True)
     assert 0 < decodes.run_steps(4000, accepts=True) < 5
 
 
 @pytest.mark.parametrize("num_requests", [1, 64])
 def test_proposing_resumes_after_drafts_become_right(num_requests):
-    decodes = Decodes(0.01, num_requests, 512, proposal_share=1.0, late_share=0.001)
+    decodes = Decodes(0.01, num_requests, 512, relative_proposal_time=1.0, relative_late_entry_time=0.001)
     assert decodes.run_steps(300, accepts=False) < 12
     decodes.run_steps(800, accepts=True)
     # 64 old requests have too many late entries to propose again soon, so test new requests.
@@ -189,34 +191,41 @@ def test_each_step_proposes_if_proposing_takes_no_time():
 
 
 def test_drafts_of_a_model_wait_until_its_entries_of_the_prompt_exist():
-    decodes = Decodes(0.01, max_step_tokens=64, proposal_share=0.5, late_share=0.0001, prompt_len=200)
+    decodes = Decodes(
+        0.01, max_step_tokens=64, relative_proposal_time=0.5, relative_late_entry_time=0.0001, prompt_len=200
+    )
     assert decodes.run_steps(3, accepts=True) == 0
     assert decodes.run_steps(20, accepts=True) == 20
-    # 209 tokens precede the first step, and 4 steps add one each. The proposal computes the entry of the last token.
+    # After step 4, 213 tokens are computed: 209 before step 1, and one per step. All their entries are late except the
+    # last, which the proposal itself computes.
     assert decodes.num_late_draft_entries[:5] == [64, 64, 64, 20, 0]
 
 
 def test_late_entries_that_cost_more_than_drafts_give_are_left_out():
-    decodes = Decodes(0.01, max_step_tokens=64, proposal_share=0.5, late_share=1.0, prompt_len=500)
+    decodes = Decodes(
+        0.01, max_step_tokens=64, relative_proposal_time=0.5, relative_late_entry_time=1.0, prompt_len=500
+    )
     assert decodes.run_steps(100, accepts=True) == 0
     assert sum(decodes.num_late_draft_entries) == 0
 
 
 def test_steps_with_prompts_propose_only_without_cost():
-    for proposal_share in (0.0, 0.5):
-        decodes = Decodes(0.01, proposal_share=proposal_share, late_share=proposal_share / 100)
+    for relative_proposal_time in (0.0, 0.5):
+        decodes = Decodes(
+            0.01, relative_proposal_time=relative_proposal_time, relative_late_entry_time=relative_proposal_time / 100
+        )
         scheduled = ScheduledRows(np.arange(1), np.array([40]), np.ones(1, np.bool_))
         planned = decodes.planner.plan_proposals(scheduled, np.array([40]), StepWork(0), has_prompts=True)
         proposes, late_draft_entries, _ = planned
-        assert (proposes, late_draft_entries) == (not proposal_share, [])
+        assert (proposes, late_draft_entries) == (not relative_proposal_time, [])
 
 
-@pytest.mark.parametrize("draft_share", [0.01, 0.03, 0.1])
-def test_rejected_drafts_cost_less_than_one_percent_of_the_time(draft_share):
-    decodes, num_steps = Decodes(draft_share), 1000
+@pytest.mark.parametrize("relative_draft_time", [0.01, 0.03, 0.1])
+def test_rejected_drafts_cost_less_than_one_percent_of_the_time(relative_draft_time):
+    decodes, num_steps = Decodes(relative_draft_time), 1000
     decodes.run_steps(num_steps, accepts=False)
     assert decodes.choose() == [0]
-    assert decodes.planner.num_verified.sum() * draft_share < 0.01 * num_steps
+    assert decodes.planner.num_verified.sum() * relative_draft_time < 0.01 * num_steps
     assert decodes.planner.num_accepted.sum() == 0
 
 

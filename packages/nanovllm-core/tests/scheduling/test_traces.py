@@ -6,6 +6,6 @@ from random_traces import check_block_of_traces
 pytestmark = pytest.mark.background
 
 
-@pytest.mark.parametrize(("block_of_seeds", "num_groups"), [(0, 1), (1, 3)])
-def test_every_request_finishes_with_the_expected_tokens_and_releases_everything(block_of_seeds, num_groups):
-    check_block_of_traces(block_of_seeds, num_groups)
+@pytest.mark.parametrize(("seed_block_index", "num_groups"), [(0, 1), (1, 3)])
+def test_every_request_finishes_with_the_expected_tokens_and_releases_everything(seed_block_index, num_groups):
+    check_block_of_traces(seed_block_index, num_groups)

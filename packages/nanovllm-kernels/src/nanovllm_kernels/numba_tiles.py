@@ -45,7 +45,8 @@ def make_multiplier(
     The intrinsic has these parameters:
 
     rows_ptr: float32 [depth, num_rows], or [num_rows, row_stride] if `row_stride` is given.
-    panel_ptr: bf16 [depth, PANEL_WIDTH] if `has_bf16_panel`, else float32 [depth, GROUP_WIDTH].
+    panel_ptr: bf16 [depth, PANEL_WIDTH] if `has_bf16_panel`. Otherwise float32 [depth, GROUP_WIDTH], which is a single
+        group: `num_groups` must be 1.
     depth: a multiple of UNROLL.
     sums_ptr: float32 [num_rows, sums_stride].
     continues_sums: 0 to overwrite the sums; nonzero to add the products to the sums.
@@ -98,7 +99,10 @@ def _emit_multiplier(
     strides: tuple[int, int],
     sums_stride: int,
 ) -> None:
-    """Emit the code of `make_multiplier`. strides: (between columns, between rows) of `rows_ptr`, in elements."""
+    """Emit the code of `make_multiplier`.
+
+    strides: distances in `rows_ptr` along depth and between rows, in elements.
+    """
     rows_ptr, panel_ptr, depth, sums_ptr, continues_sums, prefetch_ptr, step_bytes = values
     num_vectors = 2 * num_groups
     panel_row_bytes = 2 * PANEL_WIDTH if has_bf16_panel else 4 * GROUP_WIDTH

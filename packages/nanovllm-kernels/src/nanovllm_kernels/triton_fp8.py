@@ -17,12 +17,12 @@ MIN_SCALE_EXPONENT = tl.constexpr(fp8.MIN_SCALE_EXPONENT)
 def quantize_groups(x, axis: tl.constexpr):
     """Round float32 `x` to e4m3, with one scale per vector along `axis`. Returns the values and the float32 scales."""
     magnitude = tl.maximum(tl.max(tl.abs(x), axis), MIN_GROUP_MAGNITUDE)
-    factor = divide_max_e4m3(magnitude)
+    factor = divide_max_e4m3_by(magnitude)
     return (x * tl.expand_dims(factor, axis)).to(tl.float8e4nv), magnitude * INVERSE_MAX_E4M3
 
 
 @triton.jit
-def divide_max_e4m3(magnitude):
+def divide_max_e4m3_by(magnitude):
     """Return 448 / magnitude, rounded like torch, for magnitudes below 2^126.
 
     `tl.div_rn` gives the same result but branches, which slows an MoE layer with one token by 15 %.

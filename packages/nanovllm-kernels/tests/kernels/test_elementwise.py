@@ -35,9 +35,9 @@ def check_silu_and_mul(shape, dtype, device):
 
 def check_sigmoid_and_mul(shape, dtype, device):
     x, gate = (torch.randn(shape, device=device).to(dtype) for _ in range(2))
-    wide = torch.cat((gate, gate), 1)[:, : shape[1]]
+    strided_gate = torch.cat((gate, gate), 1)[:, : shape[1]]
     expected = x.float() * gate.float().sigmoid()
-    torch.testing.assert_close(OPS.sigmoid_and_mul(x, wide).float(), expected, **TOLERANCE[dtype])
+    torch.testing.assert_close(OPS.sigmoid_and_mul(x, strided_gate).float(), expected, **TOLERANCE[dtype])
 
 
 def check_rope_and_cache(num_tokens, heads, dims, dtype, device, *, with_norm):
@@ -76,8 +76,8 @@ def check_fp8_cache(num_tokens, heads, dims, dtype, device, *, page_size, exactl
     qkv[0, -1] = 0
     cos_sin = torch.randn(300, rope_dim, device=device)
     if exactly:
-        quarters = torch.randint(0, 2, (300, rope_dim // 2), device=device).float()
-        cos_sin = torch.cat((quarters, 1 - quarters), 1)
+        cosines = torch.randint(0, 2, (300, rope_dim // 2), device=device).float()
+        cos_sin = torch.cat((cosines, 1 - cosines), 1)
     positions = torch.randint(0, 300, (num_tokens,), device=device)
     num_blocks = num_tokens // page_size + 2
     slots = torch.randperm(num_blocks * page_size, device=device)[:num_tokens]

@@ -13,7 +13,7 @@ triton_fp8 = pytest.importorskip("nanovllm_kernels.triton_fp8")
 @triton.jit
 def _store_factors(magnitudes_ptr, factors_ptr, BLOCK: tl.constexpr):
     offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(factors_ptr + offsets, triton_fp8.divide_max_e4m3(tl.load(magnitudes_ptr + offsets)))
+    tl.store(factors_ptr + offsets, triton_fp8.divide_max_e4m3_by(tl.load(magnitudes_ptr + offsets)))
 
 
 @pytest.mark.parametrize("magnitude", [fp8.MIN_GROUP_MAGNITUDE, 1.0, 1e30])

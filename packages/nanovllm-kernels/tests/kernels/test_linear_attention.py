@@ -27,10 +27,8 @@ def check_close(found, expected, tolerance):
 
 def check(case, *, knows_decodes, tolerance):
     exact = replace(case, qkvz=case.qkvz.float(), ba=case.ba.float(), recurrent=case.recurrent.float())
-    expected_states, expected_inputs = exact.recurrent.clone(), case.conv.float().clone()
-    expected = gated_delta_net(
-        exact.qkvz, exact.ba, case.weights, expected_states, expected_inputs, exact.plan("torch")
-    )
+    expected_states, expected_conv = exact.recurrent.clone(), case.conv.float().clone()
+    expected = gated_delta_net(exact.qkvz, exact.ba, case.weights, expected_states, expected_conv, exact.plan("torch"))
     recurrent, conv = case.recurrent.clone(), case.conv.clone()
     found = gated_delta_net(
         case.qkvz, case.ba, case.weights, recurrent, conv, case.plan("triton", knows_decodes=knows_decodes)
@@ -39,13 +37,13 @@ def check(case, *, knows_decodes, tolerance):
     check_close(found.float(), expected, tolerance)
     check_close(recurrent.float(), expected_states, tolerance)
     width = conv.shape[1]
-    for (count, length), slot, checkpoints in zip(case.lengths, case.slots, case.checkpoints, strict=True):
+    for (count, length), slot, checkpoints in zip(case.counts_and_lengths, case.slots, case.checkpoints, strict=True):
         for end, saved_slot in (*checkpoints, (length, slot)) if count else ():
             conv_rows = torch.arange(max(0, end - width + 1), end, device=conv.device) % width
-            assert torch.equal(conv[saved_slot, conv_rows].float(), expected_inputs[saved_slot, conv_rows])
+            assert torch.equal(conv[saved_slot, conv_rows].float(), expected_conv[saved_slot, conv_rows])
 
 
-LENGTHS = {
+COUNTS_AND_LENGTHS = {
     "decodes": [(1, 1), (1, 2), (1, 64), (1, 65), (1, 128)],
     "prompts and rows without a token": [(65, 65), (0, 0), (2, 2), (0, 7), (64, 64)],
     "chunks at odd offsets": [(3, 66), (100, 137), (2, 64), (5, 193), (190, 261)],
@@ -54,10 +52,10 @@ LENGTHS = {
 
 
 @pytest.mark.parametrize("knows_decodes", [True, False])
-@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
-def test_float32_matches_reference(lengths, knows_decodes, state_case, device):
+@pytest.mark.parametrize("counts_and_lengths", COUNTS_AND_LENGTHS.values(), ids=COUNTS_AND_LENGTHS.keys())
+def test_float32_matches_reference(counts_and_lengths, knows_decodes, state_case, device):
     check(
-        state_case(lengths, heads=(1, 2), device=device),
+        state_case(counts_and_lengths, heads=(1, 2), device=device),
         knows_decodes=knows_decodes,
         tolerance=TOLERANCE[torch.float32],
     )
@@ -67,7 +65,7 @@ def test_float32_matches_reference(lengths, knows_decodes, state_case, device):
     ("heads", "dims", "width"), [((1, 3), (8, 24), 2), ((2, 2), (24, 40), 5)], ids=["narrow", "wide"]
 )
 def test_heads_of_any_size_match_reference(heads, dims, width, state_case, device):
-    case = state_case(LENGTHS["mixed"], heads=heads, dims=dims, width=width, device=device)
+    case = state_case(COUNTS_AND_LENGTHS["mixed"], heads=heads, dims=dims, width=width, device=device)
     check(case, knows_decodes=False, tolerance=TOLERANCE[torch.float32])
 
 
@@ -79,12 +77,12 @@ def test_states_in_blocks_of_rows_match_reference(block_rows, state_case, device
     monkeypatch.setattr(triton_decode, "INTERPRETER_SMS", 0)
     monkeypatch.setattr(triton_decode, "BLOCK_ROWS_BY_BYTES", {4: block_rows})
     for dims in ((16, 16), (8, 24), (24, 40)):
-        case = state_case([*LENGTHS["decodes"], *[(1, 70)] * 3], heads=(1, 2), dims=dims, device=device)
+        case = state_case([*COUNTS_AND_LENGTHS["decodes"], *[(1, 70)] * 3], heads=(1, 2), dims=dims, device=device)
         check(case, knows_decodes=True, tolerance=TOLERANCE[torch.float32])
 
 
 def check_16_bits(dtype, state_dtype, state_case, device):
-    case = state_case(LENGTHS["mixed"], dtype=dtype, state_dtype=state_dtype, device=device)
+    case = state_case(COUNTS_AND_LENGTHS["mixed"], dtype=dtype, state_dtype=state_dtype, device=device)
     check(case, knows_decodes=False, tolerance=TOLERANCE[torch.bfloat16 if state_dtype == torch.bfloat16 else dtype])
 
 
@@ -103,9 +101,9 @@ def test_bfloat16_matches_reference(state_dtype, state_case, device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_model_sized_layer_matches_reference(dtype, state_case, device):
-    lengths = [*[(1, 100 + 9 * request) for request in range(40)], (3000, 5000), (700, 700), (64, 1000)]
-    case = state_case(lengths, heads=(16, 32), dims=(128, 128), dtype=dtype, device=device)
-    # With so many bf16 values, a few exceed every useful bound per element, so compare norms.
+    counts_and_lengths = [*[(1, 100 + 9 * request) for request in range(40)], (3000, 5000), (700, 700), (64, 1000)]
+    case = state_case(counts_and_lengths, heads=(16, 32), dims=(128, 128), dtype=dtype, device=device)
+    # Among so many bf16 values, a few have errors above every useful bound per element, so compare norms.
     check(case, knows_decodes=False, tolerance={"atol": 1e-3, "rtol": 1e-3} if dtype == torch.float32 else 2e-2)
 
 

@@ -18,18 +18,18 @@ SMALL = TraceSettings(
 LARGE = replace(SMALL, num_steps=11, prompt_lens=(0, 63, 64, 130), shape=LayerShape(4, 8, 128, 128), max_drafts=5)
 
 
-@pytest.mark.parametrize(("has_blocks", "max_drafts", "seed"), [(False, 2, 10), (True, 1, 16)])
-def test_drafts_change_no_bit(has_blocks, max_drafts, seed, device, monkeypatch):
-    """has_blocks: use the launch for many requests, which divides states into blocks of rows.
+@pytest.mark.parametrize(("splits_states_by_rows", "max_drafts", "seed"), [(False, 2, 10), (True, 1, 16)])
+def test_drafts_change_no_bit(splits_states_by_rows, max_drafts, seed, device, monkeypatch):
+    """splits_states_by_rows: use the launch for many requests, which divides states into blocks of rows.
 
     With these seeds, a step fills a request's ring with `max_drafts` pending tokens and `max_drafts` drafts.
     """
     from nanovllm_kernels.linear_attention import triton_decode
 
-    if has_blocks:
+    if splits_states_by_rows:
         monkeypatch.setattr(triton_decode, "INTERPRETER_SMS", 0)
         monkeypatch.setattr(triton_decode, "BLOCK_ROWS_BY_BYTES", {4: 8})
-    # On a GPU, the kernel for caches without drafts may add in another order.
+    # On a GPU, the kernel for caches without a ring may add in another order. So there, both runs have rings.
     settings = replace(SMALL, max_drafts=max_drafts, device=device, plain_has_ring=device != "cpu")
     num_drafts, num_accepted, num_restarts = DraftTraces(settings, seed).run()
     assert num_drafts >= num_accepted > 0

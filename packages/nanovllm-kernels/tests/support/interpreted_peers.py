@@ -72,23 +72,23 @@ def put(units: tl.tensor, region: tl.tensor, slots: tl.tensor) -> None:
     targets, sent_units = _map_slots(region, indices), np.flatnonzero(indices >= 0)
     assert (targets[indices[sent_units]] == EMPTY_WORD).all(), "a slot is not empty"
     for part in np.array_split(np.random.permutation(sent_units), 4):
-        # The upper half of a 64-bit word shows that the word is not empty, so the upper halves (1 and 3) come last.
+        # If a unit has two elements, `take` checks only the upper halves (1 and 3) of the 64-bit words. Send them last.
         for word in (0, 2, 1, 3) if units.handle.data.shape[1] == 2 else random.sample(range(4), 4):
             targets[indices[part], word] = words[part, word]
 
 
 def take(like: tl.tensor, region: tl.tensor, slots: tl.tensor) -> tl.tensor:
-    """Like `gluon_peer_memory.take`. A unit of two elements has each element in the lower half of a 64-bit word."""
-    indices, is_exact = slots.handle.data[:, 0], like.handle.data.shape[1] == 2
+    """Like `gluon_peer_memory.take`. If a unit has two elements, each is the lower half of a 64-bit word."""
+    indices, has_wide_words = slots.handle.data[:, 0], like.handle.data.shape[1] == 2
     sources, taken_units = _map_slots(region, indices), np.flatnonzero(indices >= 0)
     deadline = time.monotonic() + TIMEOUT_S
-    while (sources[indices[taken_units], 1 if is_exact else 0 :: 2 if is_exact else 1] == EMPTY_WORD).any():
+    while (sources[indices[taken_units], 1 if has_wide_words else 0 :: 2 if has_wide_words else 1] == EMPTY_WORD).any():
         assert time.monotonic() < deadline, "a slot stays empty"
         time.sleep(0)
     words = np.zeros((len(indices), 4), np.uint32)
     words[taken_units] = sources[indices[taken_units]]
     sources[indices[taken_units]] = EMPTY_WORD
-    elements = np.ascontiguousarray(words[:, ::2] if is_exact else words).view(like.handle.data.dtype)
+    elements = np.ascontiguousarray(words[:, ::2] if has_wide_words else words).view(like.handle.data.dtype)
     return tl.tensor(type(like.handle)(elements, like.handle.dtype), like.type)
 
 
@@ -113,12 +113,12 @@ def interpret_kernels() -> None:
             setattr(module, name, value)
     for kernel in interpreted.values():
         if isinstance(kernel, interpreter.InterpretedFunction):
-            # The interpreter looks for the annotation `tl.constexpr`.
+            # The kernels annotate with `gl.constexpr`, but the interpreter recognizes only `tl.constexpr`.
             annotations = kernel.rewrite().__annotations__
             annotations |= dict.fromkeys(annotations, tl.constexpr)
 
 
-def open_interpreted_peers(directory: Path, policy: LaunchPolicy) -> PeerCollectives:
+def open_interpreted_collectives(directory: Path, policy: LaunchPolicy) -> PeerCollectives:
     """Make collectives of all ranks. Their receive buffers are files in `directory`, which all ranks map."""
     group = dist.group.WORLD
     size, rank = group.size(), group.rank()
@@ -143,13 +143,13 @@ def open_interpreted_peers(directory: Path, policy: LaunchPolicy) -> PeerCollect
 def open_interpreted_communicator(directory: Path, policy: LaunchPolicy) -> Iterator[Communicator]:
     """Open a communicator of all ranks that uses the interpreted kernels."""
     communicator = Communicator(dist.group.WORLD, torch.device("cpu"))
-    collective._open_collectives[dist.group.WORLD.group_name] = open_interpreted_peers(directory, policy)
+    collective._open_collectives[dist.group.WORLD.group_name] = open_interpreted_collectives(directory, policy)
     yield communicator
     communicator.close()
 
 
 def check_interpreted(device: torch.device, directory: Path, dtypes: tuple[torch.dtype, ...]) -> None:
-    """Check the kernels for tensors of every path: few and many rows, whole and partial units, one and two programs."""
+    """Check all paths of the kernels: few and many rows, whole and partial units, one and two programs."""
     torch.set_grad_enabled(False)
     interpret_kernels()
     random.seed(dist.get_rank())

@@ -216,7 +216,8 @@ def _add_transfer_flags(parser: argparse.ArgumentParser) -> None:
     )
     transfer.add_argument(
         "--transfer-peers",
-        # Not `transfer_peers`: `make_engine_config` would copy the unsplit values into this field of `EngineConfig`.
+        # `make_engine_config` copies options whose names are fields of `EngineConfig`. The values of this option must
+        # first be split, so its name is not that of the field `transfer_peers`.
         dest="transfer_peer_lists",
         action="append",
         metavar="ADDRESS",

@@ -133,7 +133,7 @@ async def test_allowed_token_ids_reach_the_engine(post, engine):
     assert engine.requests[1].sampling.allowed_token_ids == ()
 
 
-async def test_grammar_without_allowed_tokens_is_a_400_that_says_so(post, engine):
+async def test_grammar_that_permits_no_allowed_token_is_a_400_that_says_so(post, engine):
     task = asyncio.create_task(post(allowed_token_ids=[5], structured_outputs={"choice": ["a"]}))
     engine.delay = 0.05
     while not engine.keys:

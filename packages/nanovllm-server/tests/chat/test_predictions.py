@@ -19,11 +19,11 @@ def prediction(content):
 
 
 @pytest.mark.parametrize(("content", "text"), [("the", "the"), ("", ""), (TEXT_PARTS, "Hello\nthere")], ids=str)
-async def test_prediction_reaches_the_engine_as_token_ids(post, speculating_engine, backend, content, text):
+async def test_prediction_reaches_the_engine_as_token_ids(post, speculating_engine, tokenizer_backend, content, text):
     response = await post(prediction=prediction(content))
     assert response.status_code == 200
     (request,) = speculating_engine.requests
-    assert request.prediction_ids.tolist() == backend.encode(text, add_special_tokens=False).ids
+    assert request.prediction_ids.tolist() == tokenizer_backend.encode(text, add_special_tokens=False).ids
 
 
 @pytest.mark.parametrize(

@@ -64,9 +64,11 @@ def templates(tmp_path_factory) -> dict[str, str]:
 
 
 @pytest.fixture(params=MODELS)
-def model(request, templates, backend):
+def model(request, templates, tokenizer_backend):
     template = templates[request.param]
-    hf_tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<|start|>", eos_token="<|end|>")
+    hf_tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer_backend, bos_token="<|start|>", eos_token="<|end|>"
+    )
     renderer = Renderer(Tokenizer(hf_tokenizer, template))
     yield request.param, template, renderer
     renderer.close()
@@ -83,9 +85,9 @@ async def test_format_is_detected_from_the_template(model):
     assert ("The weather." in (await renderer.render([QUESTION], [TOOL])).text) == shows_tools
 
 
-async def test_rendered_earlier_call_is_readable_by_the_parser(model, backend):
+async def test_rendered_earlier_call_is_readable_by_the_parser(model, tokenizer_backend):
     name, template, renderer = model
-    model_format = ModelFormat(detect_chat_format(None, template), TextVocabulary(backend))
+    model_format = ModelFormat(detect_chat_format(None, template), TextVocabulary(tokenizer_backend))
     first_prompt = (await renderer.render([QUESTION], [TOOL])).text
     later_prompt = (await renderer.render([QUESTION, CALL_MESSAGE, RESULT_MESSAGE], [TOOL])).text
     assert "Rain." in later_prompt

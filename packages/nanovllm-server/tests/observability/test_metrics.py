@@ -102,7 +102,7 @@ def test_every_name_has_the_prefix(vllm_metrics, service):
 
 def test_tool_calls_count_as_stops_in_vllms_metrics(vllm_metrics):
     for reason in ("stop", "tool_calls", "tool_calls"):
-        vllm_metrics.finish_reasons.count(reason)
+        vllm_metrics.finish_reasons.increment(reason)
     text = vllm_metrics.render().decode()
     assert 'vllm:request_success_total{engine="0",finished_reason="stop",model_name="m"} 3.0' in text
     assert "tool_calls" not in text

@@ -1,4 +1,4 @@
-"""Parsers of random text raise nothing, lose no text, take linear time, and give the same events for any pieces."""
+"""Parsers raise nothing for random text, lose no text, and take linear time. Cuts in the text change no event."""
 
 from dataclasses import fields
 
@@ -28,14 +28,15 @@ def answers(draw):
     return form, "".join(draw(st.lists(st.one_of(word, word, cut_word), max_size=30)))
 
 
-@given(answer=answers(), begun=st.booleans(), calls_only_at_start=st.booleans(), data=st.data())
-def test_events_do_not_depend_on_the_pieces(parse_answer, answer, begun, calls_only_at_start, data):
+@given(answer=answers(), starts_in_reasoning=st.booleans(), calls_only_at_start=st.booleans(), data=st.data())
+def test_events_do_not_depend_on_the_pieces(parse_answer, answer, starts_in_reasoning, calls_only_at_start, data):
     form, text = answer
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=12)))
     pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-    expected = parse_answer(form, [text], begun=begun, calls_only_at_start=calls_only_at_start)
-    assert parse_answer(form, pieces, begun=begun, calls_only_at_start=calls_only_at_start) == expected
-    assert parse_answer(form, text, begun=begun, calls_only_at_start=calls_only_at_start) == expected
+    options = {"starts_in_reasoning": starts_in_reasoning, "calls_only_at_start": calls_only_at_start}
+    expected = parse_answer(form, [text], **options)
+    assert parse_answer(form, pieces, **options) == expected
+    assert parse_answer(form, text, **options) == expected
 
 
 @given(answer=answers())
@@ -64,7 +65,7 @@ def test_calls_only_at_start_are_read_only_there(parse_answer, answer):
 @given(answer=answers())
 def test_reasoning_loses_whitespace_and_tags_only(parse_answer, answer):
     _, text = answer
-    parsed_answer = parse_answer(ChatFormat(THINK, None), text, begun=True)
+    parsed_answer = parse_answer(ChatFormat(THINK, None), text, starts_in_reasoning=True)
     reasoning, end, content = text.lstrip(" \n").removeprefix("<think>").partition("</think>")
     assert parsed_answer.reasoning == (reasoning.strip(" \n") if end else reasoning.lstrip(" \n"))
     assert parsed_answer.content == content.lstrip(" \n")
@@ -77,9 +78,9 @@ def test_text_without_a_format_is_unchanged(parse_answer, text):
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("begun", [False, True])
+@pytest.mark.parametrize("starts_in_reasoning", [False, True])
 @pytest.mark.parametrize("name", FORMS)
-def test_parsing_takes_linear_time(parse_answer, name, begun):
+def test_parsing_takes_linear_time(parse_answer, name, starts_in_reasoning):
     # If parsing took quadratic time, a text of this size would take minutes.
     size = 100_000
     begin = FORMS[name].tool_calls.begin
@@ -94,5 +95,8 @@ def test_parsing_takes_linear_time(parse_answer, name, begun):
         "</think>",
     ):
         text = (part * size)[:size]
-        parse_answer(FORMS[name], [text[start : start + 7] for start in range(0, size, 7)], begun=begun)
-        parse_answer(FORMS[name], [f'{begin}{{"name": "ping", "arguments": {{"a": "{text}'], begun=begun)
+        for pieces in (
+            [text[start : start + 7] for start in range(0, size, 7)],
+            [f'{begin}{{"name": "ping", "arguments": {{"a": "{text}'],
+        ):
+            parse_answer(FORMS[name], pieces, starts_in_reasoning=starts_in_reasoning)

@@ -108,4 +108,4 @@ def test_deepseek_r1_answers_are_parsed(check, case):
 
 @pytest.mark.parametrize("case", BEGUN.values(), ids=BEGUN)
 def test_reasoning_begun_by_the_prompt_is_parsed(check, case):
-    check(FORM, *case, begun=True)
+    check(FORM, *case, starts_in_reasoning=True)

@@ -17,9 +17,9 @@ def detokenize(vocabulary, tokens):
 
 
 @given(tokens=st.lists(st.integers(0, 262), max_size=40))
-def test_text_equals_the_text_of_the_tokenizer(vocabulary, backend, tokens):
+def test_text_equals_the_text_of_the_tokenizer(vocabulary, tokenizer_backend, tokens):
     pieces = detokenize(vocabulary, tokens)
-    assert "".join(pieces) == backend.decode(tokens, skip_special_tokens=True)
+    assert "".join(pieces) == tokenizer_backend.decode(tokens, skip_special_tokens=True)
 
 
 @given(text=TEXT)
@@ -39,7 +39,7 @@ def test_an_unfinished_character_is_replaced_at_the_end(vocabulary):
     assert pieces == ["a", "", "", "\ufffd"]
 
 
-def test_token_bytes_has_all_bytes_of_a_token(vocabulary, backend):
+def test_token_bytes_has_all_bytes_of_a_token(vocabulary, tokenizer_backend):
     assert [vocabulary.token_bytes(token) for token in (256, 257, 258)] == [b"he", b" t", b"<|start|>"]
     assert Detokenizer(vocabulary).push(258) == ""
     assert vocabulary.token_bytes(9999) == b""

@@ -193,7 +193,7 @@ BEGUN = {
 
 @pytest.mark.parametrize("case", BEGUN.values(), ids=BEGUN)
 def test_reasoning_begun_by_the_prompt_is_parsed(check, case):
-    check(FORM, *case, begun=True)
+    check(FORM, *case, starts_in_reasoning=True)
 
 
 def test_without_tools_a_call_is_text(check):

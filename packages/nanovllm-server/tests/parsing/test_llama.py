@@ -122,4 +122,4 @@ BEGUN = {
 
 @pytest.mark.parametrize("case", BEGUN.values(), ids=BEGUN)
 def test_reasoning_begun_by_the_prompt_is_parsed(check, case):
-    check(ChatFormat(THINK, LLAMA), *case, begun=True)
+    check(ChatFormat(THINK, LLAMA), *case, starts_in_reasoning=True)

@@ -9,7 +9,9 @@ WEATHER = '<invoke name="get_weather">\n<parameter name="city">Paris</parameter>
 CALLED = ("get_weather", '{"city": "Paris"}')
 PING = '<invoke name="ping"></invoke>'
 PINGED = ("ping", "{}")
-TWO = '<invoke name="get_weather"><parameter name="city">Rome</parameter><parameter name="days">2</parameter></invoke>'
+TWO_PARAMETERS = (
+    '<invoke name="get_weather"><parameter name="city">Rome</parameter><parameter name="days">2</parameter></invoke>'
+)
 
 
 def block(calls):
@@ -20,7 +22,7 @@ def search(key, value):
     return block(f'<invoke name="search">\n<parameter name="{key}">{value}</parameter>\n</invoke>\n')
 
 
-# Cases by name: (text, reasoning, content, calls). The prompt begins the reasoning.
+# Cases by name: (text, reasoning, content, calls). The prompt has already begun the reasoning.
 BEGUN = {
     "nothing": ("", "", "", []),
     "reasoning, then content": ("Hm.\n</think>\n\nHello.", "Hm.", "Hello.", []),
@@ -30,10 +32,10 @@ BEGUN = {
     "reasoning, begun again": ("<think>Hm.</think>Hello.", "Hm.", "Hello.", []),
     "one call": (f"Hm.\n</think>\n\n{block(WEATHER)}", "Hm.", "", [CALLED]),
     "text, then a call": (f"Hm.\n</think>\n\nI look.\n{block(WEATHER)}", "Hm.", "I look.", [CALLED]),
-    "cut off in the call": (f"Hm.</think>{block(TWO)[:70]}", "Hm.", "", [("get_weather", "", "cut")]),
+    "cut off in the call": (f"Hm.</think>{block(TWO_PARAMETERS)[:70]}", "Hm.", "", [("get_weather", "", "cut")]),
 }
 
-# Cases whose prompt does not begin the reasoning.
+# Cases whose prompt has not begun the reasoning.
 CASES = {
     "plain text": (" <b>a</b> ", "", " <b>a</b> ", []),
     "reasoning all the same": (f"<think>Hm.</think>\n{block(PING)}", "Hm.", "", [PINGED]),
@@ -42,7 +44,7 @@ CASES = {
     "several blocks": (f"{block(WEATHER)}\n{block(PING)}", "", "", [CALLED, PINGED]),
     "text around blocks": (f"1\n{block(WEATHER)}\n2\n{block(PING)}\n", "", "1\n2", [CALLED, PINGED]),
     "no parameters": (block(PING), "", "", [PINGED]),
-    "two parameters": (block(TWO), "", "", [("get_weather", '{"city": "Rome", "days": 2}')]),
+    "two parameters": (block(TWO_PARAMETERS), "", "", [("get_weather", '{"city": "Rome", "days": 2}')]),
     "a string keeps its line breaks": (search("query", "\n"), "", "", [("search", r'{"query": "\n"}')]),
     "a string that looks like a number": (search("query", "007"), "", "", [("search", '{"query": "007"}')]),
     "an integer": (search("limit", "7"), "", "", [("search", '{"limit": 7}')]),
@@ -102,8 +104,13 @@ CASES = {
     "cut off in the tag": ("ok <minimax:tool", "", "ok <minimax:tool", []),
     "cut off in the name": (block(PING)[:30], "", block(PING)[:30], []),
     "cut off after the name": (block(PING)[:40], "", "", [("ping", "", "cut")]),
-    "cut off in a value": (block(TWO)[:-60], "", "", [("get_weather", '{"city": "Rome"', "cut")]),
-    "cut off in the second call": (block(WEATHER + TWO)[:-100], "", "", [CALLED, ("get_weather", "", "cut")]),
+    "cut off in a value": (block(TWO_PARAMETERS)[:-60], "", "", [("get_weather", '{"city": "Rome"', "cut")]),
+    "cut off in the second call": (
+        block(WEATHER + TWO_PARAMETERS)[:-100],
+        "",
+        "",
+        [CALLED, ("get_weather", "", "cut")],
+    ),
     "cut off before the end": (f"<minimax:tool_call>{WEATHER}", "", "", [CALLED]),
     "cut off in the end": (f"<minimax:tool_call>{WEATHER}</mini", "", "", [CALLED]),
 }
@@ -116,4 +123,4 @@ def test_minimax_m2_answers_are_parsed(check, case):
 
 @pytest.mark.parametrize("case", BEGUN.values(), ids=BEGUN)
 def test_reasoning_begun_by_the_prompt_is_parsed(check, case):
-    check(FORM, *case, begun=True)
+    check(FORM, *case, starts_in_reasoning=True)

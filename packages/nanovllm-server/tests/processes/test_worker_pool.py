@@ -23,12 +23,12 @@ def test_delay_before_a_replacement_doubles_up_to_a_limit():
     assert compute_replacement_delay_s(MAX_BACKOFF_S) == MAX_BACKOFF_S
 
 
-async def test_a_replacement_that_is_not_ready_in_time_ends_the_pool(backend, tmp_path, monkeypatch):
+async def test_a_replacement_that_is_not_ready_in_time_ends_the_pool(tokenizer_backend, tmp_path, monkeypatch):
     monkeypatch.setattr(worker_pool, "START_TIMEOUT_S", 2.0)
     # No engine listens on this endpoint, so workers wait for the engine forever.
     lifeline, engine_end = multiprocessing.Pipe(duplex=False)
     engine = EngineAddress(f"ipc://{tmp_path / 'engine'}", lifeline)
-    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer_backend.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "config.json").write_text("{}")
     with engine_end, lifeline, socket.create_server(("127.0.0.1", 0)) as listener:
         arguments = WorkerArguments(

@@ -298,7 +298,7 @@ class BlockFiles:
         return is_complete
 
     def _scan_locked_directory(self) -> bool:
-        # The scan may miss files that are being written, so the new reservation must also cover these files.
+        # The scan may miss files that are unfinished now, so their bytes count against the new reservation.
         with self._lock:
             finished_bytes = self._finished_bytes
         self._next_index = set()
@@ -315,10 +315,10 @@ class BlockFiles:
             names.append((folder, name))
             mtimes.append(mtime_ns)
             sizes.append(num_bytes)
-        unreserved_bytes = self._max_bytes - sum(reservations.values())
+        bytes_not_reserved_by_others = self._max_bytes - sum(reservations.values())
         wanted_bytes = max(int(self._max_bytes * _RESERVED_SHARE) // (1 + len(reservations)), self._file_bytes)
-        reserved_bytes = max(min(wanted_bytes, unreserved_bytes), 0)
-        if (excess_bytes := sum(sizes) + reserved_bytes - unreserved_bytes) > 0:
+        reserved_bytes = max(min(wanted_bytes, bytes_not_reserved_by_others), 0)
+        if (excess_bytes := sum(sizes) + reserved_bytes - bytes_not_reserved_by_others) > 0:
             self._evict(names, mtimes, sizes, excess_bytes)
         self._writer.reserve(reserved_bytes)
         self._index = self._next_index

@@ -31,7 +31,7 @@ MAX_WHITESPACE = 1
 # Size of xgrammar's cache of compiled rules, which grammars share. A rule of a bounded string or of undeclared
 # properties takes 7 ms to compile.
 RULE_CACHE_BYTES = 48 << 20
-# A grammar uses this cache only if none of its rules has more characters. Cache searches take longer for long rules.
+# A grammar with a longer rule (in characters) does not use this cache. Cache searches take longer for long rules.
 MAX_CACHED_RULE_LENGTH = 20_000
 # Longer error messages of xgrammar are cut: they may quote the whole grammar.
 _MAX_REASON_LENGTH = 500

@@ -43,7 +43,7 @@ class XmlParameters(msgspec.Struct, frozen=True, tag_field="type", tag="xml_para
     An element is `begin`, the property's name, `key_end`, the value, `end` and a line break.
     wraps_values_in_line_breaks: a line break precedes and follows the value.
     json_schema: schema of the object; None: properties may have any names, and any text as values.
-    place: JSON pointer that errors name as the place of the schema; None: errors name the schema's place in the tag.
+    place: the schema's place in error messages; None for the JSON pointer to the schema in the structural tag.
     """
 
     begin: str
@@ -120,8 +120,8 @@ class _ElementBuilder:
             elements.append(element if isinstance(required, list) and key in required else optional(element))
             types = declared_types(value, self._root)
             known = self._types_by_name.get(key, types)
-            # If only some objects (branches of `anyOf`) allow a string, the output does not show whether the value is a
-            # string. The types then stay unknown, which an empty set expresses.
+            # If only some branches of `anyOf` allow a string, the output does not show whether the value is a string.
+            # An empty set means that the types are unknown.
             types_agree = bool(known) and bool(types) and ("string" in known) == ("string" in types)
             self._types_by_name[key] = known | types if types_agree else set()
         return sequence(*elements)

@@ -16,7 +16,7 @@ from nanovllm_kernels.platform import residual_dtype
 class VocabEmbedding(WeightedModule):
     """Looks up a vector for each token id. The vectors have the dtype of the residual stream.
 
-    The ranks share the table, which ends with padding rows of zeros, so that all shares have equally many rows.
+    The table is split over the ranks. It ends with padding rows of zeros, so that all ranks have equally many rows.
     If ranks have different requests, each rank has the whole table instead.
 
     weight: [rows of this rank, hidden_size].

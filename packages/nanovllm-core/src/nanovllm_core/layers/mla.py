@@ -33,7 +33,8 @@ from nanovllm_kernels.gemm.block_fp8 import GROUP, dequantize
 class LatentAttentionConfig:
     """Options of a whole layer of latent attention, before the ranks share its heads.
 
-    key_dim, rope_dim: sizes of the parts of a head's key without and with rotation.
+    key_dim: size of the part of a head's key without rotation.
+    rope_dim: size of the part with rotation.
     query_rank: size of compressed queries; None for queries without compression.
     scale: factor that multiplies the attention scores before the softmax.
     interleaved: whether checkpoints store the two dimensions of a rotated pair in adjacent rows.

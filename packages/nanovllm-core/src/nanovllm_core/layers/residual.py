@@ -34,7 +34,7 @@ class ResidualStream(NamedTuple):
         return ResidualStream(self.residual, add_result(self.partial))
 
     def complete(self, parallel: ParallelContext) -> Tensor:
-        """Return the sum [T, hidden] of the residual stream and all ranks' parts, for callers without a norm."""
+        """Return `residual` plus the sum of `partial` over all ranks, [T, hidden]. For callers that apply no norm."""
         if self.partial is None:
             return self.residual
         return self.residual + parallel.sum_for_requests(self.partial).to(self.residual.dtype)

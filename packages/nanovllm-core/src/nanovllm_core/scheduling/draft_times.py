@@ -17,12 +17,14 @@ _MAX_MEASURED_STEP_S = 0.05
 _MIN_DRAFTS_SHARE = 0.02
 # Maximum number of late entries (see `StepPlan.late_draft_entries`) whose time is measured.
 _MAX_LATE_ENTRIES = 64
-# Weight of a new step in the moving averages of (measured time / predicted time), and bounds of one such ratio.
+# Weight of a new step in the moving averages of (measured time / predicted time).
 _STEP_WEIGHT = 0.1
+# Bounds of this ratio for one step.
 _MIN_RATIO, _MAX_RATIO = 0.25, 4.0
 # A step corrects the times of drafts and proposals only if their predicted time is at least this share of `step_s`.
 _MIN_EXTRA_SHARE = 0.01
-# Share by which each step without drafts and proposals moves the correction factor of their times closer to 1.
+# The times of drafts and proposals have a correction factor. Each step without drafts and proposals reduces the
+# factor's distance from 1 by this share.
 _EXTRA_DECAY = 0.01
 
 
@@ -54,7 +56,7 @@ class DecodeTimes(NamedTuple):
     proposal_s: float
 
 
-class TimeDecodes(Protocol):
+class DecodeTimer(Protocol):
     """See `Runner.time_decodes`."""
 
     def __call__(self, num_reqs: int, num_drafts: int = 0, *, proposes: bool = False, num_late: int = 0) -> float:
@@ -91,21 +93,21 @@ class DraftTimes:
         if seconds <= 0 or times.step_s <= 0 or work.num_late_draft_entries:
             return
         num_drafts = work.num_tokens - num_requests
-        if not num_drafts and not work.num_proposals:
-            self._step_ratio *= _average_factor(seconds / times.step_s)
+        if not num_drafts and not work.num_proposal_passes:
+            self._step_ratio *= _average_update_factor(seconds / times.step_s)
             self._extra_ratio += _EXTRA_DECAY * (1 - self._extra_ratio)
             return
-        extra_s = num_drafts * times.draft_s + work.num_proposals * times.proposal_s
+        extra_s = num_drafts * times.draft_s + work.num_proposal_passes * times.proposal_s
         if extra_s >= _MIN_EXTRA_SHARE * times.step_s:
-            self._extra_ratio *= _average_factor((seconds - times.step_s) / extra_s)
+            self._extra_ratio *= _average_update_factor((seconds - times.step_s) / extra_s)
 
 
-def _average_factor(ratio: float) -> float:
-    """The factor by which to multiply a moving average. ratio: measured time / time predicted with the average."""
+def _average_update_factor(ratio: float) -> float:
+    """The factor by which a step multiplies a moving average. ratio: the step's measured time / predicted time."""
     return 1 + _STEP_WEIGHT * (min(max(ratio, _MIN_RATIO), _MAX_RATIO) - 1)
 
 
-def measure_draft_times(time_decodes: TimeDecodes, max_requests: int, limits: DraftLimits) -> DraftTimes:
+def measure_draft_times(time_decodes: DecodeTimer, max_requests: int, limits: DraftLimits) -> DraftTimes:
     """Measure steps of decodes, before the first request. max_requests: maximum number of requests of a step."""
     measured, num_reqs = list[DecodeTimes](), 1
     while num_reqs <= max_requests and 2 * num_reqs <= limits.max_step_tokens:

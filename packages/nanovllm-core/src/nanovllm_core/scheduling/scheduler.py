@@ -332,7 +332,7 @@ class Scheduler:
             work = work._replace(num_tokens=self.limits.pad(work.num_tokens))
         elif self._draft_limits.uses_cache:
             num_late = sum(entries.num_tokens for entries in late_draft_entries)
-            work = work._replace(num_proposals=int(proposes), num_late_draft_entries=num_late)
+            work = work._replace(num_proposal_passes=int(proposes), num_late_draft_entries=num_late)
         predicted_s = self.step_time_model.predict(work) if chunks else 0.0
         return ScheduledStep(plan, num_computed_tokens, decode_columns, work, predicted_s, has_proposals)
 

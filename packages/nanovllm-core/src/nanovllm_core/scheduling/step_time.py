@@ -30,14 +30,14 @@ class StepWork(NamedTuple):
     num_tokens: tokens of decodes and prompts, including padding.
     decode_context: sum of the decodes' context lengths, in tokens.
     prompt_pairs: number of pairs of a prompt's query token and a key token, see `AttentionEstimator.estimate_pairs`.
-    num_proposals: 1 if the step proposes drafts with a draft model or with heads, else 0.
+    num_proposal_passes: 1 if the step proposes drafts with a draft model or with heads, else 0.
     num_late_draft_entries: number of cache entries of the draft model that the step computes for earlier tokens.
     """
 
     num_tokens: int
     decode_context: int = 0
     prompt_pairs: int = 0
-    num_proposals: int = 0
+    num_proposal_passes: int = 0
     num_late_draft_entries: int = 0
 
 
@@ -165,10 +165,10 @@ class StepTimeModel:
         # Limit the influence of one slow step.
         change_s = _DECODE_STEP_WEIGHT * (min(seconds, 2 * usual_s) - usual_s)
         self.decode_step_s = seconds if usual_s == 0 else usual_s + change_s
-        if self._num_decode_steps[work.num_proposals] % _DECODE_STRIDE == 0 or work.num_late_draft_entries:
+        if self._num_decode_steps[work.num_proposal_passes] % _DECODE_STRIDE == 0 or work.num_late_draft_entries:
             self._decode_steps.add(work, seconds, max(seconds, usual_s / 2))
             self._is_stale = True
-        self._num_decode_steps[work.num_proposals] += 1
+        self._num_decode_steps[work.num_proposal_passes] += 1
 
     def _fit(self) -> StepTimeCoefficients:
         # The normal equations are gram @ coefficients = moment.

@@ -22,7 +22,7 @@ class TransferError(Exception):
 
 
 class PeerCopy(NamedTuple):
-    """A copy of one entry. source_slot, target_slot: slots in the memories of the peer and of this engine.
+    """One entry to copy from a peer. source_slot, target_slot: slots in the memories of the peer and of this engine.
 
     payload: the entry's bytes if the connection carries them, else None.
     """
@@ -40,9 +40,10 @@ class Carrier(ABC):
 
     @abstractmethod
     def copy(self, copies: Sequence[PeerCopy]) -> None:
-        """Copy entries. Runs on any thread. When this method ends, no copy is in progress.
+        """Copy entries. Runs on any thread. Ends when no copy is in progress, unless it raises CopyInProgressError.
 
-        Raises TransferError, and CopyInProgressError if the slots must never be used again.
+        Raises TransferError if a copy fails, and CopyInProgressError if a failed copy can't be stopped. The target
+        slots of a copy in progress must never be used again.
         """
 
     @abstractmethod

@@ -66,7 +66,7 @@ class Transfers:
         carrier = config.transfer_carrier
         self._peers = {
             address: PeerConnection(
-                address, keys, identity, memory, agent, carrier, self._executor, self._end_fetch, self._end_copies
+                address, keys, identity, memory, agent, carrier, self._executor, self._on_fetch_end, self._on_copies_end
             )
             for address in config.transfer_peers
         }
@@ -103,7 +103,7 @@ class Transfers:
             self._run_on_event_loop(partial(self._peers[fetch.peer].cancel, fetch, FetchOutcome.ABORTED))
         return fetch is not None
 
-    def reset_prefix_cache(self) -> None:
+    def reset_peer_prefix_cache(self) -> None:
         """Make the engine that computes prompts for this engine forget all entries."""
         if self._prefill_peer is not None:
             self._run_on_event_loop(self._peers[self._prefill_peer].reset_prefix_cache)
@@ -123,10 +123,10 @@ class Transfers:
         self._engine_thread_calls.append(call)
         self.wake()
 
-    def _end_fetch(self, fetch: PrefixFetch) -> None:
+    def _on_fetch_end(self, fetch: PrefixFetch) -> None:
         self._run_on_engine_thread(partial(self._finish, fetch))
 
-    def _end_copies(self, fetch: PrefixFetch, positions: Sequence[int]) -> None:
+    def _on_copies_end(self, fetch: PrefixFetch, positions: Sequence[int]) -> None:
         self._run_on_engine_thread(partial(self._planner.release, fetch, positions))
 
     def _finish(self, fetch: PrefixFetch) -> None:

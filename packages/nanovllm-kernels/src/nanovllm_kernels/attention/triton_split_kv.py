@@ -1,6 +1,6 @@
 """Reads work lists, stores results of tiles, and merges the partial results of a tile.
 
-`WorkList` defines tiles, blocks of keys and parts. A tile may span several parts. One program computes one part.
+`WorkList` explains tiles, blocks and parts. A tile may span several parts. One program computes one part.
 Split-KV attention merges partial results in the same way (Dao et al. 2023).
 """
 
@@ -182,8 +182,8 @@ def _merge_parts(
     BLOCK_M: rows of a tile. OVERLAP: whether this launch may start before the previous kernel ends (PDL).
     """
     if OVERLAP:
-        # Do not call gdc_launch_dependents: the next kernel could then start during attention, and its loads of weights
-        # would slow down attention.
+        # This launch may start before attention ends. If this launch called gdc_launch_dependents, the next kernel
+        # could also start before attention ends, and its loads of weights would slow down attention.
         gdc_wait()
     cut = tl.program_id(0) + 1
     cut_block = tl.load(parts_ptr + 2 * cut)
@@ -193,7 +193,8 @@ def _merge_parts(
     tile_start = tl.load(tile_first_blocks_ptr + tile)
     if tile_start == cut_block:
         return
-    blocks_per_part = tl.load(parts_ptr + 2)  # the first block of part 1, because parts are equal
+    # The index of part 1's first block is the number of blocks per part. Only the last parts may have fewer blocks.
+    blocks_per_part = tl.load(parts_ptr + 2)
     first_part = (tile_start // blocks_per_part).to(tl.int32)
     last_part = ((tl.load(tile_first_blocks_ptr + tile + 1) - 1) // blocks_per_part).to(tl.int32)
     request = tl.load(tiles_ptr + 2 * tile)

@@ -1,6 +1,6 @@
 """Copies blocks of paged caches to rows of bytes, and back. A row holds one block of all layers' caches.
 
-The functions are not torch operators: compiled code and CUDA graphs never contain these functions.
+The functions need not be torch operators, because compiled code and CUDA graphs never contain these functions.
 """
 
 import torch

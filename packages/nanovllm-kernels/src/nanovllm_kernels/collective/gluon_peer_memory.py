@@ -1,12 +1,12 @@
-"""Device functions that send units of 16 bytes to slots in the receive buffers of peers, and receive units.
+"""Device functions that send units to slots of 16 bytes in the receive buffers of peers, and receive units.
 
 A word is empty while all its bits are set. `put` fills an empty slot of the receiver. `take` reads a slot until no word
 is empty, and empties the slot again. The data itself signals its arrival, so no flags, barriers or fences are needed.
 PTX promises only that each word arrives as a whole, so `take` checks every word.
 
 Floating-point units have four words of 32 bits. A word with all bits set is NaN, which `put` sends as another NaN.
-Other units have only two elements of 32 bits. Each element is sent in a word of 64 bits. The word's upper half is 0, so
-that the word is never empty.
+Other units hold only two elements of 32 bits. Each element is sent in a word of 64 bits whose upper half is 0, so that
+the word is never empty.
 """
 
 from triton.experimental import gluon

@@ -147,7 +147,8 @@ def _rope_and_cache(
         mask = (heads < NUM_KV_HEADS)[:, None] & (dims < HEAD_DIM)[None, :]
         v_source_ptrs = qkv_ptr + NUM_Q_HEADS * HEAD_DIM + offsets
         v = tl.load(v_source_ptrs, mask=mask, other=0.0)
-        # FlashAttention multiplies values past a request's end by 0, and 0 times NaN is NaN.
+        # Replace values that are not finite by 0. FlashAttention multiplies values past a request's end by 0, and
+        # 0 times NaN or infinity is NaN.
         is_finite = tl.abs(v.to(tl.float32)) < float("inf")
         v = tl.where(is_finite, v, 0.0)
         if WRITES_BACK:

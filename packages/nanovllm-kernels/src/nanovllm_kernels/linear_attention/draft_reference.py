@@ -44,13 +44,13 @@ def decode(
     inputs: [t, C + 2 Hv], the rows to store in `conv_states` for the t tokens of all decodes.
     """
     window_inputs = _store_inputs(inputs, sizes, conv_states, plan, drafts)
-    first_column = window_inputs.shape[1] - drafts.max_query_len
+    first_new_position = window_inputs.shape[1] - drafts.max_query_len
     has_state = (plan.positions > drafts.num_pending).view(-1, 1, 1, 1)
     rounded_states = torch.where(has_state, states[plan.slots], 0.0)
     outs = torch.empty((len(inputs), sizes.num_v_heads, sizes.v_dim), device=inputs.device)
     for offset, decodes, rows in drafts.rounds:
-        column = first_column + offset
-        windows = window_inputs[decodes, column - sizes.num_taps + 1 : column + 1]
+        position = first_new_position + offset
+        windows = window_inputs[decodes, position - sizes.num_taps + 1 : position + 1]
         heads = split_heads(convolve_windows(windows[..., : sizes.num_channels], weights.conv), sizes)
         gates = compute_gates(windows[:, -1, sizes.num_channels :], weights, sizes)
         rounded_states[decodes], out = apply_tokens(rounded_states[decodes].float(), *heads, gates, states.dtype)

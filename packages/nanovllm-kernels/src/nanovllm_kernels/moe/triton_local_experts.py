@@ -1,4 +1,4 @@
-"""Finds this rank's experts among chosen experts, inside the kernels of experts."""
+"""A device function that converts ids of experts to indices among this rank's experts."""
 
 import triton
 import triton.language as tl

@@ -49,8 +49,8 @@ def run_experts(x: Tensor, experts: PackedExperts, chosen: ChosenExperts, residu
         launch_pdl=overlap,
         **local_options,
     )
-    # A slot is one of the token's experts. A pass computes the rank's average number of slots, rounded up to a power of
-    # two.
+    # A slot is one of the token's experts. A pass of `_down` computes the average number of slots per rank, rounded up
+    # to a power of two.
     slots_per_pass = triton.next_power_of_2(triton.cdiv(top_k * num_experts, experts.num_all_experts))
     config = matvec_config(intermediate_size, slots_per_pass)
     _down[(triton.cdiv(hidden_size, config.block_n),)](
@@ -176,7 +176,7 @@ def _multiply_slots(
     weight_ptr,
     scales_ptr,
     ids_ptr,
-    weights_ptr,
+    routing_weights_ptr,
     slots,
     slot_mask,
     columns,
@@ -197,7 +197,7 @@ def _multiply_slots(
     if PARTIAL:
         experts -= first_id
     experts = experts.to(tl.int64)
-    weights = tl.load(weights_ptr + slots, mask=slot_mask, other=0.0)
+    weights = tl.load(routing_weights_ptr + slots, mask=slot_mask, other=0.0)
     expert_scales_ptr = scales_ptr + (experts * num_column_blocks + first_column // 128)[:, None] * num_depth_groups
     weight_rows_ptr = weight_ptr + (experts[:, None] * N + columns[None, :])[:, :, None, None] * K
     column_mask = slot_mask[:, None] & (columns < N)[None, :]
@@ -223,7 +223,7 @@ def _down(
     weight_ptr,
     scales_ptr,
     ids_ptr,
-    weights_ptr,
+    routing_weights_ptr,
     residual_ptr,
     out_ptr,
     k,  # runtime value of K
@@ -245,7 +245,7 @@ def _down(
         gdc_launch_dependents()
         gdc_wait()
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    pointers = (x_ptr, weight_ptr, scales_ptr, ids_ptr, weights_ptr)
+    pointers = (x_ptr, weight_ptr, scales_ptr, ids_ptr, routing_weights_ptr)
     slots = tl.arange(0, PADDED_TOP_K)
     slot_mask = slots < top_k
     if PARTIAL:

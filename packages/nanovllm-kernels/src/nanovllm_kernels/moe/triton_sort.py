@@ -18,7 +18,7 @@ from nanovllm_kernels.platform import can_overlap_launches
 
 # Maximum number of pairs that one program sorts alone.
 MAX_SINGLE_PART_PAIRS = 2048
-# More pairs are split into small parts if MAX_SMALL_PARTS parts suffice. If not, they are split into large parts.
+# More pairs are split into small parts if this takes at most MAX_SMALL_PARTS parts, and into large parts otherwise.
 SMALL_PART_PAIRS = 1024
 MAX_SMALL_PARTS = 16
 LARGE_PART_PAIRS = 2048
@@ -58,7 +58,7 @@ def sort_pairs(ids: Tensor, num_experts: int, block_m: int, first_id: int | None
     num_parts, padded_experts = triton.cdiv(num_pairs, part_pairs), triton.next_power_of_2(num_experts + 1)
     counts = torch.empty((num_parts, padded_experts), **int32_options)
     # Index of each pair among its part's pairs of the same expert. A single part does not use this tensor.
-    ranks = order if is_single_part else torch.empty_like(order)
+    indices_in_expert = order if is_single_part else torch.empty_like(order)
     launch_options = {
         "first_id": first_id or 0,
         "num_experts": num_experts,
@@ -70,11 +70,11 @@ def sort_pairs(ids: Tensor, num_experts: int, block_m: int, first_id: int | None
         "launch_pdl": overlap,
     }
     if not is_single_part:
-        _count_pairs[(num_parts,)](ids, counts, ranks, num_pairs, **launch_options)
+        _count_pairs[(num_parts,)](ids, counts, indices_in_expert, num_pairs, **launch_options)
     _sort_pairs[(num_parts,)](
         ids,
         counts,
-        ranks,
+        indices_in_expert,
         torch.empty((num_parts, 2, padded_experts), **int32_options),  # scratch
         order,
         starts,
@@ -102,7 +102,7 @@ def _load_experts(ids_ptr, num_pairs, first_id, num_experts, PARTIAL: tl.constex
 
 @triton.jit
 def _count(counts_ptr, pair_experts, mask, PADDED_EXPERTS: tl.constexpr):
-    """Count each expert's pairs, and return each pair's rank: its index among the pairs of the same expert."""
+    """Count each expert's pairs, and return each pair's index among the pairs of the same expert."""
     tl.store(counts_ptr + tl.arange(0, PADDED_EXPERTS), tl.zeros((PADDED_EXPERTS,), tl.int32))
     # All threads must see the zeros before any thread counts.
     tl.debug_barrier()
@@ -113,7 +113,7 @@ def _count(counts_ptr, pair_experts, mask, PADDED_EXPERTS: tl.constexpr):
 def _count_pairs(
     ids_ptr,
     counts_ptr,
-    ranks_ptr,
+    indices_in_expert_ptr,
     num_pairs,
     num_experts,
     first_id,
@@ -122,20 +122,20 @@ def _count_pairs(
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Store the number of pairs per expert in this part, and each pair's rank within its expert and part."""
+    """Store the number of pairs per expert in this part, and each pair's index in its expert and part."""
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
     pairs, mask, pair_experts = _load_experts(ids_ptr, num_pairs, first_id, num_experts, PARTIAL, BLOCK)
     part_counts_ptr = counts_ptr + tl.program_id(0) * PADDED_EXPERTS
-    tl.store(ranks_ptr + pairs, _count(part_counts_ptr, pair_experts, mask, PADDED_EXPERTS), mask=mask)
+    tl.store(indices_in_expert_ptr + pairs, _count(part_counts_ptr, pair_experts, mask, PADDED_EXPERTS), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_pairs", "first_id"])
 def _sort_pairs(
     ids_ptr,
     counts_ptr,
-    ranks_ptr,
+    indices_in_expert_ptr,
     first_rows_ptr,
     order_ptr,
     starts_ptr,
@@ -160,11 +160,11 @@ def _sort_pairs(
     pairs, mask, pair_experts = _load_experts(ids_ptr, num_pairs, first_id, num_experts, PARTIAL, BLOCK)
     earlier_counts = tl.zeros((PADDED_EXPERTS,), tl.int32)  # each expert's pairs in earlier parts
     if SINGLE_PART:
-        ranks = _count(counts_ptr, pair_experts, mask, PADDED_EXPERTS)
+        indices_in_expert = _count(counts_ptr, pair_experts, mask, PADDED_EXPERTS)
         tl.debug_barrier()
         totals = tl.load(counts_ptr + experts)
     else:
-        ranks = tl.load(ranks_ptr + pairs, mask=mask, other=0)
+        indices_in_expert = tl.load(indices_in_expert_ptr + pairs, mask=mask, other=0)
         totals = tl.zeros((PADDED_EXPERTS,), tl.int32)
         for first_part in range(0, num_parts, PARTS_PER_LOAD):
             parts = first_part + tl.arange(0, PARTS_PER_LOAD)
@@ -175,14 +175,14 @@ def _sort_pairs(
     starts = tl.cumsum(totals, 0) - totals
     num_expert_tiles = (totals + BLOCK_M - 1) // BLOCK_M
     first_tiles = tl.cumsum(num_expert_tiles, 0) - num_expert_tiles
-    # Store two indices per expert: the index in `order` of the expert's first pair in this part, and the index of this
-    # pair if every tile were padded to BLOCK_M pairs.
+    # For each expert's first pair in this part, store the pair's index in `order`, and the index that the pair would
+    # have if every tile were padded to BLOCK_M pairs.
     first_rows_ptr += part * (2 * PADDED_EXPERTS)
     tl.store(first_rows_ptr + experts, starts + earlier_counts)
     tl.store(first_rows_ptr + PADDED_EXPERTS + experts, first_tiles * BLOCK_M + earlier_counts)
     tl.debug_barrier()
-    sorted_rows = tl.load(first_rows_ptr + pair_experts, mask=mask, other=0) + ranks
-    padded_rows = tl.load(first_rows_ptr + PADDED_EXPERTS + pair_experts, mask=mask, other=0) + ranks
+    sorted_rows = tl.load(first_rows_ptr + pair_experts, mask=mask, other=0) + indices_in_expert
+    padded_rows = tl.load(first_rows_ptr + PADDED_EXPERTS + pair_experts, mask=mask, other=0) + indices_in_expert
     tl.store(order_ptr + sorted_rows, pairs, mask=mask)
     entry_ptrs = tiles_ptr + 2 * (1 + padded_rows // BLOCK_M)  # the tile's row in `SortedPairs.tiles`
     is_tile_start = mask & (padded_rows % BLOCK_M == 0)

@@ -49,16 +49,16 @@ def propose_ngrams(
     requests = enumerate(zip(table_rows.tolist(), is_sampled.tolist(), strict=True))
     for request, row in ((request, row) for request, (row, has_sample) in requests if has_sample):
         last = int(num_computed[row])
-        row_drafts = tokens[row, last + 1 : last + 1 + num_drafts]
-        num_places = row_drafts.shape[0]
+        draft_places = tokens[row, last + 1 : last + 1 + num_drafts]
+        num_places = draft_places.shape[0]
         # Skip a full row. It has no place for drafts, and may lack even the last sampled token, which the search needs.
         if num_places == 0:
             continue
         end = _find_last_occurrence(tokens[row, : last + 1], min_match, max_match)
         if end is not None:
-            row_drafts[:] = tokens[row, end + 1 + offsets[:num_places] % (last - end)]
+            draft_places[:] = tokens[row, end + 1 + offsets[:num_places] % (last - end)]
             counts[request] = num_places
-        draft_rows[request, :num_places] = row_drafts
+        draft_rows[request, :num_places] = draft_places
     return drafts, num_proposed
 
 

@@ -2,8 +2,8 @@
 
 The token with the largest noisy logit (with Gumbel noise) is drawn if the filters keep this token. If not, the token
 and all tokens with smaller or equal logits are dropped, and the draw is repeated (Ye et al. 2025, FlashInfer).
-The first candidates are the tokens of the segments with the largest maxima. A segment is a range of consecutive token
-ids. If the filters may keep other tokens too, all tokens of the row are candidates.
+A segment is a range of consecutive token ids. The first candidates come from the segments with the largest maxima. If
+the filters may keep tokens that are not among these candidates, the draw is from all tokens of the row.
 A token's value is its logit divided by the temperature.
 """
 

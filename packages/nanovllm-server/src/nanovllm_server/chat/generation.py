@@ -217,7 +217,7 @@ class Generation:
 
     def _record_metrics(self) -> None:
         for reason in self.finish_reasons:
-            self._metrics.finish_reasons.count(reason)
+            self._metrics.finish_reasons.increment(reason)
         if not any(choice.is_finished for choice in self._choice_metrics):
             return
         # The choices share one prompt.

@@ -60,11 +60,12 @@ class Renderer:
         *,
         max_tokens: int | None = None,
     ) -> Prompt:
-        """Renders and encodes a conversation. Raises ApiError (400) if the template refuses the conversation.
+        """Renders and encodes a conversation.
 
-        max_tokens: maximum number of prompt tokens; None for no limit. Raises ApiError (400) if the length of the text
-            already shows that the prompt is longer. The caller must check the length of the returned prompt; the tokens
-            of a prompt that is too long are not cached.
+        max_tokens: maximum number of prompt tokens; None for no limit. Before encoding, this method only checks the
+            smallest number of tokens that the text can have. The returned prompt may therefore be too long, and the
+            caller must check its length. The tokens of a prompt that is too long are not cached.
+        Raises ApiError (400) if the template refuses the conversation, or if the check before encoding fails.
         """
         pool = self._choose_pool(sum(len(message.content or "") + 1 for message in messages))
         return await asyncio.get_running_loop().run_in_executor(

@@ -117,7 +117,7 @@ class Metrics(Collector):
 
     def count_http(self, path: str, status: int) -> None:
         """Counts one HTTP exchange."""
-        self.http_exchanges.count((path if path in COUNTED_PATHS else OTHER_PATH, status))
+        self.http_exchanges.increment((path if path in COUNTED_PATHS else OTHER_PATH, status))
 
     def render(self) -> bytes:
         """Returns all metrics in Prometheus' text format."""

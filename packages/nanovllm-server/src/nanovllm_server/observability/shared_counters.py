@@ -71,7 +71,7 @@ class KeyedCounters(Generic[Key]):
         self._index_by_key = {key: index for index, key in enumerate(keys)}
         self._group = counters.claim(len(keys))
 
-    def count(self, key: Key) -> None:
+    def increment(self, key: Key) -> None:
         """Adds 1 to the counter of `key`."""
         self._group.add(self._index_by_key[key], 1)
 

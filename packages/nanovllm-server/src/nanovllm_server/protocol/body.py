@@ -42,10 +42,12 @@ def _has_too_many_values(data: bytes | bytearray) -> bool:
     # Strings may contain these bytes, for example a long text with many commas: count again without strings.
     num_values, is_in_string, escape = 0, False, b""
     for piece in _split(data):
-        without_backslashes = (escape + piece).replace(rb"\\", b"")
+        without_escaped_backslashes = (escape + piece).replace(rb"\\", b"")
         # If the piece ends with a backslash, the character that it escapes is in the next piece.
-        escape = b"\\" if without_backslashes.endswith(b"\\") else b""
-        quotes_and_bytes_before_values = without_backslashes.replace(rb"\"", b"").translate(None, _BYTES_TO_SKIP)
+        escape = b"\\" if without_escaped_backslashes.endswith(b"\\") else b""
+        quotes_and_bytes_before_values = without_escaped_backslashes.replace(rb"\"", b"").translate(
+            None, _BYTES_TO_SKIP
+        )
         parts = quotes_and_bytes_before_values.split(b'"')
         num_values += sum(map(len, parts[is_in_string::2]))
         if num_values > MAX_VALUES:

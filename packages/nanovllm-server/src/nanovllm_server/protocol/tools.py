@@ -59,7 +59,8 @@ class Toolbox:
     def type_schemas(self, parameter_types: ParameterTypes) -> dict[str, JSON]:
         """Returns schemas that state the types of each function's parameters, by function name.
 
-        parameter_types: schemas by `Function.path`. The model follows these schemas instead of the request's.
+        parameter_types: schemas by `Function.path`. If it has a schema for a function, the model follows that schema
+            instead of the request's.
         """
         return {
             name: parameter_types.get(function.path, function.parameters) for name, function in self.functions.items()
@@ -96,7 +97,7 @@ def parse_tools(body: FieldReader) -> Toolbox | None:
     for index, item in enumerate(items):
         tool = body.element("tools", index, item, "an object with type and function")
         if exceeds_depth(item, MAX_DEFINITION_DEPTH):
-            raise body.wrong("tools", f"nested at most {MAX_DEFINITION_DEPTH} deep in each tool")
+            raise body.wrong("tools", f"an array of tools, each nested at most {MAX_DEFINITION_DEPTH} deep")
         function = _read_function(tool)
         if function.name in functions:
             raise bad_field(tool.path("function.name"), "different from those of the other tools", function.name)

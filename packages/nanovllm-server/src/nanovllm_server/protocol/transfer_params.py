@@ -31,7 +31,7 @@ def parse_transfer_params(body: FieldReader) -> TransferParams | None:
     fields = body.child(TRANSFER_PARAMS_FIELD)
     if fields is None or not body.raw(TRANSFER_PARAMS_FIELD):
         return None
-    # Read these fields only because the API's description lists the fields that were read.
+    # These fields have no effect. They are read only so that the API's description lists them.
     for name in IGNORED_FIELDS:
         fields.raw(name)
     params = TransferParams(

@@ -14,9 +14,9 @@ from nanovllm_core.grammar.schemas.shapes import StringShape, keyword_place
 MAX_REPETITIONS = 1_000_000
 # Maximum depth in characters of the trie in `exclude_strings`.
 MAX_TRIE_DEPTH = 32
-# Maximum number of prefixes in this trie. Compiling a prefix takes 7 ms. MAX_LATER_TRIE_PREFIXES limits tries of
-# property names in all objects after the first MAX_EXACT_OBJECTS (see `undeclared_properties.py`).
+# Maximum number of prefixes in this trie. Compiling a prefix takes 7 ms.
 MAX_TRIE_PREFIXES = 6
+# The maximum for property names in later objects of a schema, see `MAX_EXACT_OBJECTS` in `undeclared_properties.py`.
 MAX_LATER_TRIE_PREFIXES = 1
 
 

@@ -31,9 +31,9 @@ class ResultExchange:
     row_stats: float32 [warps, 2, 16] in shared memory, each warp's maximum scores and sums of weights.
     row_addresses: int32 [warps + 1] in shared memory, address of each warp's rows, then the counter that thread 0 read.
 
-    A slot holds the partial result of one tile. Part p has slot 2p for the tile that began before part p, and
-    slot 2p + 1 for the tile that begins in part p and continues. Group g of PARTS_PER_GROUP parts likewise has slots
-    2 * num_parts + 2g and 2 * num_parts + 2g + 1.
+    A slot holds the partial result of one tile. Part p shares at most two tiles with other parts. Slot 2p is for the
+    tile that begins in an earlier part. Slot 2p + 1 is for the tile that begins in part p and ends in a later part.
+    Group g of PARTS_PER_GROUP parts likewise has slots 2 * num_parts + 2g and 2 * num_parts + 2g + 1.
     """
 
     out: cute.Pointer
@@ -61,7 +61,7 @@ def clear_empty_tiles(
 ):
     """Zero the outputs of tiles without tokens. CTAs divide these tiles among themselves.
 
-    Requires that tile b is the only query of request b.
+    Requires one query per request: tile b is the query of request b.
     """
     for tile in range(part, num_tiles, exchange.num_parts):
         if tile_lens[tile] == 0:
@@ -89,7 +89,7 @@ def merge_tile(
     """Merge the warps' results for one tile. If several parts share the tile, merge the parts too.
 
     first_token: row of the tile's first query in `exchange.out`.
-    is_whole: whether this part holds all slices of the tile.
+    is_whole: whether this part computes the whole tile, so that no other part shares the tile.
     spare_address: address of a free slot in the warp's ring buffer. Other warps read this warp's rows from this slot.
     """
     _share_rows(shape, exchange, acc, row_max, row_sum, spare_address)
@@ -104,7 +104,7 @@ def merge_tile(
             _store_slot(shape, exchange, slot, quad, max_score, weight_sum, sums)
     if not is_whole:
         _merge_parts(shape, exchange, out, tile, num_queries, part, first_part, last_part)
-    # The bulk copy engine (asynchronous proxy) must not write to the spare slots before these accesses.
+    # Order these accesses before the bulk copies (asynchronous proxy) that will refill the spare slots.
     arch.fence_proxy("async.shared", space="cta")
     arch.sync_threads()
 
@@ -122,11 +122,11 @@ def _merge_parts(
 ):
     """Merge the parts of a tile that spans several parts. With many parts, merge each group first."""
     num_group_slots = 2 * ((exchange.num_parts + (PARTS_PER_GROUP - 1)) // PARTS_PER_GROUP)
-    first_slot, first_index, last_index = Int32(0), first_part, last_part
+    slot_base, first_index, last_index = Int32(0), first_part, last_part
     # True if the parts are not grouped, or if this CTA is the last CTA to arrive in its group.
     is_last = Boolean(True)
     if last_part - first_part >= 2 * PARTS_PER_GROUP:
-        first_slot = 2 * exchange.num_parts
+        slot_base = 2 * exchange.num_parts
         first_index, last_index = first_part // PARTS_PER_GROUP, last_part // PARTS_PER_GROUP
         part_group = part // PARTS_PER_GROUP
         group_first_part = cutlass.max(first_part, part_group * PARTS_PER_GROUP)
@@ -139,21 +139,21 @@ def _merge_parts(
                     shape, exchange, quad, Int32(0), first_part, group_first_part, group_last_part
                 )
                 _store_slot(
-                    shape, exchange, first_slot + slot, quad, max_score, weight_sum, (sum_0, sum_1, sum_2, sum_3)
+                    shape, exchange, slot_base + slot, quad, max_score, weight_sum, (sum_0, sum_1, sum_2, sum_3)
                 )
     if is_last:
         counter_index = num_group_slots + tile
-        _merge_last_parts(shape, exchange, out, num_queries, counter_index, first_slot, first_index, last_index)
+        _merge_if_last(shape, exchange, out, num_queries, counter_index, slot_base, first_index, last_index)
 
 
 @cute.jit
-def _merge_last_parts(
+def _merge_if_last(
     shape: cutlass.Constexpr,
     exchange: cutlass.Constexpr,
     out: cute.Pointer,
     num_queries: Int32,
     counter_index: Int32,
-    first_slot: Int32,
+    slot_base: Int32,
     first_index: Int32,
     last_index: Int32,
 ):
@@ -161,7 +161,7 @@ def _merge_last_parts(
     if _arrives_last(shape, exchange, counter_index, last_index - first_index + 1):
         for quad in range(exchange.thread, shape.num_rows * shape.head_dim // 4, shape.num_warps * WARP_SIZE):
             _, weight_sum, sum_0, sum_1, sum_2, sum_3 = _merge_slots(
-                shape, exchange, quad, first_slot, first_index, first_index, last_index
+                shape, exchange, quad, slot_base, first_index, first_index, last_index
             )
             _store_result(shape, exchange, out, quad, num_queries, (sum_0, sum_1, sum_2, sum_3), weight_sum)
 
@@ -248,7 +248,7 @@ def _merge_slots(
     shape: cutlass.Constexpr,
     exchange: cutlass.Constexpr,
     quad: Int32,
-    first_slot: Int32,
+    slot_base: Int32,
     first_part: Int32,
     first_merged: Int32,
     last_merged: Int32,
@@ -264,7 +264,7 @@ def _merge_slots(
         for i in cutlass.range_constexpr(PARTS_PER_GROUP):
             # Past `last_merged`, the last slot is read again with weight 0.
             part = cutlass.min(first_loaded + i, last_merged)
-            row = _partial_row(shape, exchange, first_slot + 2 * part + Int32(part == first_part), quad)
+            row = _partial_row(shape, exchange, slot_base + 2 * part + Int32(part == first_part), quad)
             slot_max, slot_sum = cute_ptx.load_global_2_floats(exchange.partial_stats + 2 * row)
             values = cute_ptx.load_global_4_floats(
                 exchange.partial_out + row * shape.head_dim + quad % (shape.head_dim // 4) * 4

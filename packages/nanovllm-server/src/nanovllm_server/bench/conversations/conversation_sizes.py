@@ -15,7 +15,7 @@ THINK_TIMES: dict[str, Callable[[Random, float], float]] = {
     "uniform": lambda random, mean_s: random.uniform(0, 2 * mean_s),
     "exponential": lambda random, mean_s: random.expovariate(1 / mean_s),
 }
-# Headings of the flags, which name the cases that use the sizes below.
+# Headings above the flags in --help. A heading names the cases that use the sizes under it.
 _ALL, _RETURNS, _BURST = "returns and burst", "returns", "burst"
 
 
@@ -43,7 +43,7 @@ class ConversationSizes(WorkloadSizes):
         _RETURNS,
         integer_at_least_1,
         3,
-        "number of cold (uncached) prompts per turn number, as long as the prompts of this turn",
+        "for each turn from the second, number of cold (uncached) prompts with this turn's length",
     )
     burst: int = size_field(_BURST, integer_at_least_1, 24, "conversations that return at the same moment")
 

@@ -24,9 +24,9 @@ NUM_LARGE_OBJECTS = 40
 NUM_LARGE_OBJECT_FIELDS = 20
 # Maximum number of words of a long prompt, which fills the server's caches.
 MAX_CACHED_PROMPT_WORDS = 20_000
-# Longest prompt of `build_prompts_of_all_lengths`, in longest random prompts. On a CPU, a step of random traffic rarely
-# has more tokens.
-MAX_LONGEST_PROMPTS_PER_STEP = 4
+# Maximum length of a prompt of `build_prompts_of_all_lengths`, as a multiple of the longest random prompt. On a CPU, a
+# step of random traffic rarely has more tokens.
+MAX_PROMPT_LENGTH_FACTOR = 4
 # Number of different prefixes that prompts share, so that they use the prefix cache.
 NUM_SHARED_PREFIXES = 8
 READ_BYTES = 1 << 16
@@ -108,7 +108,7 @@ class TrafficSource:
         one, the requests make an engine on a CPU compile its kernels for all step sizes (tokens per step).
         """
         num_words = 1
-        while num_words <= min(max_model_len // 2, MAX_LONGEST_PROMPTS_PER_STEP * self._max_prompt_words):
+        while num_words <= min(max_model_len // 2, MAX_PROMPT_LENGTH_FACTOR * self._max_prompt_words):
             words = self.random.choices(SINGLE_TOKEN_WORDS, k=num_words)
             messages: list[JSON] = [{"role": "user", "content": " ".join(words)}]
             yield Exchange(self.encode_post(self.encode_chat(messages=messages, max_tokens=1)))
@@ -139,7 +139,7 @@ class TrafficSource:
         return self.encode_head("POST", "/chat/completions", f"Content-Length: {length}", *headers) + body
 
     def encode_head(self, method: str, path: str, *headers: str) -> bytes:
-        """Returns the first line and the headers of a request. The server closes the connection after its answer."""
+        """Returns the first line and the headers of a request, which asks to close the connection after the answer."""
         key = self.endpoint.api_key
         lines = [
             f"{method} {self.endpoint.path_prefix}{path} HTTP/1.1",
@@ -312,7 +312,7 @@ async def _send_and_read(random: Random, exchange: Exchange, reader: StreamReade
 
 def _has_whole_body(answer: bytearray) -> bool:
     """Whether the answer has all bytes of its Content-Length. False for an answer without this header."""
-    # After a refusal, the server keeps the connection open for the rest of the request: don't wait for a close.
+    # Until a refused request has arrived completely, the server may keep the connection open: don't wait for a close.
     head, _, body = answer.partition(b"\r\n\r\n")
     length = CONTENT_LENGTH_PATTERN.search(head)
     return length is not None and len(body) >= int(length[1])
