@@ -147,7 +147,7 @@ class StepBudget:
         return max(int(fitting_tokens), unpadded_tokens)
 
     def _shorten_for_rounds(self, start: int, num_tokens: int, end: int, limit_s: float) -> int:
-        """Shorten a chunk until the step fits into `limit_s`. The first chunk of a step loses at most its last round."""
+        """Shorten a chunk until the step fits into `limit_s`. A step's first chunk loses at most its last round."""
         is_first_chunk, finishes_prompt = not self._chunks, start + num_tokens == end
         full_round_tokens = self._tokens_before_last_round(start, num_tokens)
         if num_tokens <= 0 or (is_first_chunk and full_round_tokens <= 0) or self._fits(start, num_tokens, limit_s):
