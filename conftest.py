@@ -1,12 +1,7 @@
-"""Sets the environment of all processes of a test run, seeds torch for each test, and runs tests in the background.
+"""Sets the environment of test processes, seeds torch, and runs tests with the marker `background` beside all others.
 
-Python's bytecode is always kept: otherwise each of about forty processes would compile torch again.
-
-Each process computes with one thread unless the environment sets another number. A second thread gains little, because
-the models are small and other processes run beside most tests.
-
-Most tests use one core. Therefore a background process runs the tests with the marker `background` beside all others.
-When the other tests have ended, a second background process shares the tests that remain.
+One background process starts at once. When the other tests have ended, a second background process shares the tests
+that remain.
 """
 
 import hashlib
@@ -21,25 +16,23 @@ from typing import Any
 
 import pytest
 
+# Keep bytecode: otherwise each test process would compile torch again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-# This process is the first to import most modules, so this process must write their bytecode too.
 sys.dont_write_bytecode = False
-# torch reads this variable on its first import. No pytest plugin imports torch before this line.
+# torch reads this variable on its first import.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Niceness of the processes in the background: their tests yield to all others.
 NICE = 19
-# -m '': no marker deselects tests, because the tests are already selected.
+# The tests are already selected, so -m '' overrides the project's selection by markers.
 PYTEST_OPTIONS = ("-q", "-p", "no:cacheprovider", "-m", "")
 MAX_WAIT_S = 3600
-# Environment variable with the path of a directory. The directory has one file for each test that a background process
-# has claimed.
+# Environment variable: a directory with one file for each test that a background process has claimed.
 CLAIMS_VARIABLE = "NANOVLLM_TEST_CLAIMS"
 
 
 @pytest.fixture(autouse=True)
 def seeded_torch() -> None:
-    """Seed torch, so that a test has the same random numbers whether it runs alone or after other tests."""
+    """Seed torch."""
     import torch  # Not at the top, because OMP_NUM_THREADS must be set first.
 
     torch.manual_seed(0)
@@ -57,7 +50,7 @@ class BackgroundRun(pytest.Item):
         self.add_marker(pytest.mark.timeout(MAX_WAIT_S))
 
     def start(self) -> None:
-        """Start the first background process, which begins with the first modules."""
+        """Start the first background process."""
         self._start_process(self._node_ids)
 
     def _start_process(self, node_ids: Iterable[str]) -> None:
@@ -145,7 +138,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 def pytest_runtestloop(session: pytest.Session) -> bool | None:
     """In a background process, run the tests that no other process has claimed.
 
-    A process claims its next test before it runs the current test, because pytest needs both.
+    A process claims its next test before the current test runs, because pytest must know the next test.
     """
     directory = os.environ.get(CLAIMS_VARIABLE)
     if directory is None:
@@ -162,7 +155,6 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
 
 
 def _claim_test(directory: Path, node_id: str) -> bool:
-    """Whether this process is the first that claims the test."""
     try:
         (directory / hashlib.sha256(node_id.encode()).hexdigest()).touch(exist_ok=False)
     except FileExistsError:

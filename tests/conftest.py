@@ -1,5 +1,3 @@
-"""Fixtures for tests across packages."""
-
 import re
 import signal
 import subprocess
@@ -20,13 +18,10 @@ from nanovllm_models import default_model_path
 
 ChooseTokens = Callable[[PreTrainedModel, list[int], list[int]], list[int]]
 
-# A server that starts while other tests run takes minutes.
 MAX_START_S = 500
 
 
 class ReferenceAnswer(NamedTuple):
-    """Greedy tokens of transformers, and their log-probabilities."""
-
     tokens: list[int]
     logprobs: list[float]
 
@@ -36,14 +31,14 @@ GenerateTokens = Callable[[PreTrainedModel, list[int], int], ReferenceAnswer]
 
 @dataclass
 class ServerProcess:
-    """A running `nanovllm-server`. errors: lines of stderr."""
+    """errors: lines of stderr."""
 
     process: subprocess.Popen[str]
     url: str
     errors: list[str]
 
     def _children(self) -> list[int]:
-        """The ids of the child processes, smallest memory first, without multiprocessing's resource tracker."""
+        """Leaves out multiprocessing's resource tracker. The child with the least memory comes first."""
         pid = self.process.pid
         memory_by_child: dict[int, int] = {}
         for child in map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()):
@@ -59,7 +54,6 @@ class ServerProcess:
         return self._children()[:-1]
 
     def stop(self) -> int:
-        """Sends SIGTERM and waits. Returns the exit status."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(60)
 
@@ -71,7 +65,6 @@ PLACE_BY_MARKER = {"starts": -1, "waits": 1, "measures": 2}
 # Run last, because pytest sorts tests by their shared fixtures in the same hook.
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sorts tests by PLACE_BY_MARKER: background work runs beside the other tests, most of which use one core."""
     items.sort(key=lambda item: sum(place for name, place in PLACE_BY_MARKER.items() if item.get_closest_marker(name)))
 
 
@@ -83,11 +76,7 @@ def start_server(
     program: Sequence[str | Path] = (sys.executable, "-m", "nanovllm_server"),
     environment: Mapping[str, str] | None = None,
 ) -> Iterator[ServerProcess]:
-    """Runs a server while the context lasts.
-
-    model: a checkpoint directory or a name; None for the program's default model.
-    environment: the server's environment variables; None for those of this process.
-    """
+    """model: None for the program's default model."""
     arguments = [] if model is None else [model]
     command = ["nice", "-n", str(nice), *program, *arguments, "--port", "0", "--device", "cpu", *flags]
     with subprocess.Popen(
@@ -158,10 +147,7 @@ def reference_generate() -> GenerateTokens:
 
 @pytest.fixture(scope="session")
 def greedy_choices() -> ChooseTokens:
-    """A function that returns the likeliest token at each position of an output, after the tokens before it.
-
-    The result equals the output if and only if greedy generation gives that output.
-    """
+    """A function that returns the likeliest token at each position of an output. A greedy output equals the result."""
 
     @cache
     def compute(model: PreTrainedModel, prompt: tuple[int, ...], output: tuple[int, ...]) -> list[int]:

@@ -1,5 +1,3 @@
-"""The import contracts hold, and modules do not import in cycles."""
-
 import subprocess
 import sys
 from graphlib import TopologicalSorter

@@ -1,7 +1,6 @@
 """Unmodified client libraries, each in its own environment, against the real server.
 
-Each folder has one client's lock file and `session.*`, a script of typical uses. Sessions check only the form of
-answers: the default model is too small for correct answers. They take minutes and run beside the other tests.
+Sessions check only the form of answers, because the default model is too small for correct answers.
 """
 
 import json
@@ -22,7 +21,6 @@ pytestmark = pytest.mark.slow
 HERE = Path(__file__).parent
 KEY = "a key"
 MAX_SESSION_S = 1500
-# Sessions yield to other tests, but not to the runs of Triton's interpreter.
 NICENESS = 10
 PACKAGE_BY_FOLDER = {
     "instructor": "instructor",
@@ -45,7 +43,6 @@ def server(run_server, default_model):
 
 @pytest.fixture(scope="session")
 def thinking_server(run_server, default_model, tmp_path_factory):
-    """A server with a template that makes the model reason."""
     template = tmp_path_factory.mktemp("template") / "thinking.jinja"
     template.write_text(load_tokenizer(default_model).chat_template + THINKING_TEMPLATE_SUFFIX)
     flags = ("--dtype", "float32", "--max-model-len", "512", "--cpu-cache-gib", "0.05", "--max-num-seqs", "2")
@@ -62,7 +59,6 @@ def environment(server, thinking_server):
 
 
 def run_command(command, folder, environment, processes):
-    """Adds the command's process to `processes`; returns status and output."""
     command = ("nice", "-n", str(NICENESS), *command)
     with subprocess.Popen(
         command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -83,7 +79,7 @@ def run_python(name, environment, processes):
 
 
 def run_node(environment, processes):
-    """Uses the Node of the test environment: the SDK needs a newer Node than many machines have."""
+    """Uses the Node of the test environment, because many machines have a Node that is too old for the SDK."""
     folder = HERE / "openai_node"
     node = NODE_DIRECTORY / "bin" / "node"
     # The npm program would run the first node in PATH.

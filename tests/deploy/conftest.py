@@ -1,4 +1,4 @@
-"""Servers for all tests of `docs/deploy`, from this checkout and from wheels, and each proxy."""
+"""A server from this checkout, a server from wheels, and the proxies of `docs/deploy`."""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor

@@ -19,7 +19,7 @@ ROOT = DEPLOY.parents[1]
 # After the drain, a worker has 5 s and the engine has 10 s to end.
 STOP_S = 15
 OLDEST_KUBERNETES = "1.25"
-# Ten times the exposure of systemd-analyze; 0 is safest.
+# Ten times the exposure that systemd-analyze reports. 0 is safest.
 MAX_EXPOSURE = 20
 
 
@@ -100,7 +100,6 @@ def test_compose_waits_for_the_drain_and_builds_the_containerfile():
 
 
 def test_ranks_have_shared_memory_and_a_writable_tmp(pod):
-    """By default, containers have too little shared memory for several GPUs: 64 MiB."""
     override = yaml.safe_load((DEPLOY / "compose.gpu.yaml").read_text())["services"]["server"]
     assert override["shm_size"] == "1gb"
     compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]["server"]
@@ -133,7 +132,6 @@ def test_image_has_the_server_and_the_default_model_only():
 
 @pytest.fixture
 def unit(tmp_path) -> Path:
-    """The systemd unit with a program that exists."""
     require_programs("systemd", "systemd-analyze")
     text = (DEPLOY / "nanovllm.service").read_text()
     program = "/opt/nanovllm/bin/nanovllm-server"

@@ -1,4 +1,4 @@
-"""The dashboard and the alerts name metrics that the server has, and Prometheus evaluates all their expressions."""
+"""The server has all metrics of the dashboard and the alerts. Prometheus evaluates their expressions."""
 
 import json
 import re
@@ -115,7 +115,6 @@ def test_each_alert_fires_for_its_fault_only(prometheus_program, tmp_path):
 
 @pytest.fixture(scope="module")
 def prometheus(prometheus_program, server, tmp_path_factory) -> Iterator[str]:
-    """A Prometheus that scrapes the server every 0.5 s and evaluates the alerts."""
     folder, port = tmp_path_factory.mktemp("prometheus"), free_port()
     config = {
         "global": {"scrape_interval": "500ms", "scrape_timeout": "400ms", "evaluation_interval": "500ms"},

@@ -33,8 +33,7 @@ from nanovllm_server.cli import make_parser
 from nanovllm_server.engine_flags import make_engine_config
 
 PAGE = (DEPLOY / "troubleshooting.md").read_text()
-# Flags that make the start fail, by a part of the message. PORT is in use, EMPTY is an empty directory, and the hub
-# can't be reached.
+# Keys: parts of messages. Values: flags of the server.
 REFUSED_STARTS = {
     "is not a directory": ["/no/such/model"],
     "has no config.json: it is not a Hugging Face model directory": ["EMPTY"],
@@ -43,12 +42,11 @@ REFUSED_STARTS = {
     "can't read the API keys in": ["MODEL", "--api-key-file", "/no/such/file"],
     "can't keep the default model in": [],
 }
-# Flags that the engine's process refuses once it has loaded the model, by a part of the message.
 REFUSED_ENGINES = {
     "fewer than max_model_len": ["--device", "cpu", "--max-model-len", "8192", "--cpu-cache-gib", "0.001"],
     "no usable NVIDIA GPU was found": ["--device", "cuda"],
 }
-# Expected status, changed fields and changed headers of a request, by a part of the message.
+# Values: expected status, changed fields and changed headers of a request.
 REFUSED_REQUESTS = {
     "an API key is needed": (401, {}, {"Authorization": ""}),
     "Incorrect API key provided": (401, {}, {"Authorization": "Bearer other"}),
@@ -93,7 +91,7 @@ def test_request_beyond_the_queue_gets_the_message(server):
 
 
 def send_large_body(url: str) -> tuple[int, dict[str, str]]:
-    """Returns status and error of a large body while two bodies hold all memory of the worker."""
+    """Sends a large body while two other bodies hold all memory of the worker."""
     size = 16 << 20
     with ExitStack() as stack:
         for _ in range(2):
@@ -109,7 +107,7 @@ def send_large_body(url: str) -> tuple[int, dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def large_body_answer(server) -> Iterator[Future[tuple[int, dict[str, str]]]]:
-    """Runs beside other tests: the server refuses the body only after some time."""
+    """Runs beside other tests, because the server refuses the body only after some time."""
     with ThreadPoolExecutor(1) as thread:
         yield thread.submit(send_large_body, server.url)
 

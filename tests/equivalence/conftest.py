@@ -1,4 +1,4 @@
-"""Marks the tests of this folder as `background`: their engines run in the test's process, on one core."""
+"""Marks the tests of this folder as `background`. Their engines run in the test's process, on one core."""
 
 from pathlib import Path
 

@@ -70,7 +70,7 @@ async def test_distributions_are_as_near_to_float32_as_those_of_transformers(
             )
         logprobs = torch.tensor([[logprob for _, logprob in top] for top in tops], device="cuda")
         error = (logprobs - expected).abs()
-        # bf16 has 8 bits of precision: it rounds a logit of 20 by up to 0.06, and thirty layers add their errors.
+        # bf16 rounds a logit of 20 by up to 0.06, and thirty layers add their errors.
         assert error.max() < 0.5
         assert error.mean() < 0.05
         own_errors.append(error)

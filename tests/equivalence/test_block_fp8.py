@@ -1,8 +1,7 @@
 """The engine runs a block FP8 checkpoint and gives the greedy tokens of transformers with the same values.
 
-In transformers, the weights are float32 and hooks round the inputs of linears. A few inputs are so close to the middle
-between two values of e4m3 that the order of a sum decides their rounding, so some answers may differ. On a GPU, answers
-differ after a few tokens, because FP8 accumulators have 14 bits.
+Some answers may differ, because the order of a sum can decide how an input is rounded to e4m3. On a GPU, answers differ
+after a few tokens, because FP8 accumulators have 14 bits.
 """
 
 import asyncio

@@ -36,8 +36,7 @@ QUESTIONS = [
     "What is the meaning of life?",
 ]
 OUTPUT_LEN = 40
-# Limits for errors of log-probabilities in the served dtype (bf16 on a CPU, float16 on a GPU). The error of a question
-# is the largest among its ten likeliest tokens. The limits are for the mean and the maximum over questions.
+# Errors of log-probabilities in the served dtype: bf16 on a CPU, float16 on a GPU.
 MAX_MEAN_ERROR = {"cpu": 0.09, "cuda": 0.02}
 MAX_ERROR = {"cpu": 0.25, "cuda": 0.05}
 
@@ -90,7 +89,6 @@ def reference(default_model, load_reference, device) -> PreTrainedModel:
 
 @pytest.mark.parametrize("setting", SETTINGS)
 async def test_answers_to_chats_equal_transformers(setting, default_model, prompts, reference, greedy_choices, device):
-    # On a CPU, all chats in all settings would take two minutes.
     num_chats = {"cpu": (2, 8), "cuda": (5, 12)}[device]
     prompts = prompts[: num_chats[0] if setting.startswith("one at a time") else num_chats[1]]
     config = EngineConfig(device=device, dtype="float32", **SETTINGS[setting])
@@ -116,7 +114,6 @@ async def test_answers_to_chats_equal_transformers(setting, default_model, promp
 
 @pytest.fixture(scope="module")
 def expected_logprobs(prompts, reference, device) -> list[torch.Tensor]:
-    """Log-probabilities of all next tokens after each prompt, from transformers in float32."""
     with torch.inference_mode():
         logits = [reference(torch.tensor([prompt], device=device)).logits[0, -1] for prompt in prompts]
     return [row.float().log_softmax(-1).cpu() for row in logits]
@@ -143,7 +140,7 @@ async def test_served_dtype_is_close_to_float32(default_model, prompts, expected
 
 
 async def test_served_dtype_knows_the_capital_of_france(default_model, prompts, device):
-    """The likeliest first token leads by only 0.1, and errors of bf16 may be larger: tries several batches."""
+    """Tries several batches, because errors of bf16 may exceed the likeliest token's lead of 0.1."""
     tokenizer = load_tokenizer(default_model)
     engine = await AsyncEngine.start(load(default_model), EngineConfig(device=device))
     sampling = SamplingParams(temperature=0, max_tokens=16)
@@ -177,7 +174,6 @@ async def test_prompt_logprobs_equal_transformers(setting, default_model, prompt
         first, *_ = [output async for output in engine.generate(Request(name, prompt, sampling))]
         return first
 
-    # The last prompt is scored in several chunks.
     scored_prompts = [
         *prompts[:3],
         [token for prompt in prompts[:8] for token in prompt][: 2 * SCORE_CHUNK_TOKENS + 20],

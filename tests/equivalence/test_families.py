@@ -1,7 +1,4 @@
-"""Greedy tokens in float32 equal those of transformers, for every family and every setting of the engine.
-
-transformers has no FP8 cache. Tests with an FP8 cache check that settings do not change answers.
-"""
+"""Greedy tokens in float32 equal those of transformers, for every model family."""
 
 import random
 from collections.abc import Callable
@@ -59,7 +56,6 @@ GPU_SETTINGS = {
     "mixed steps in pieces": {"graph_mode": "piecewise", **AMPLE_CACHE},
     "mixed steps in pieces, chunked": {"graph_mode": "piecewise", "max_num_batched_tokens": 80, **AMPLE_CACHE},
 }
-# One config per family. Qwen3-Next needs attention in two layers: with one, an FP8 cache changes too little to notice.
 FP8_CACHE_MODELS = (
     *("Llama, tied", "Qwen2", "Qwen3", "Qwen3-MoE", "Qwen3-Next, some dense, shared experts wider", "MiniMax-M2"),
     "DeepSeek-V3",
@@ -108,8 +104,7 @@ async def test_tokens_and_log_probabilities_over_loaded_blocks_equal_transformer
     samplings = ({"temperature": 0, "logprobs": 0},)
     settings = TIERED_SETTINGS[setting]
     assert await generate(path, device, settings, is_preempted=True, samplings=samplings, logprobs=logprobs) == expected
-    # Each prompt was answered twice, the second time mostly from loaded blocks. Log-probabilities of Qwen3-Next differ
-    # from those of transformers by 1e-3, also without tiers.
+    # Each prompt was answered twice. Log-probabilities of Qwen3-Next differ by 1e-3, also without tiers.
     torch.testing.assert_close(logprobs, 2 * expected_logprobs, atol=2e-3, rtol=0)
 
 
@@ -160,7 +155,7 @@ async def test_prompt_with_a_cached_prefix_computes_few_tokens(tmp_path, device)
 
 
 async def generate_in_turn(path: Path, config: EngineConfig, prompts: list[list[int]]) -> list[tuple[list[int], int]]:
-    """Returns each answer, and the number of tokens that the engine computed for the answer."""
+    """Returns each answer with the number of tokens that the engine computed."""
     engine = await AsyncEngine.start(load(path), config)
     found = []
     try:

@@ -1,4 +1,4 @@
-"""An FP8 cache changes the default model's answers only a little, compared with the engine without it."""
+"""An FP8 cache changes the default model's answers only a little."""
 
 import asyncio
 import math
@@ -17,10 +17,10 @@ QUESTIONS = [
     "Summarise the plot of Romeo and Juliet.",
     "Why is the sky blue?",
 ]
-# Up to the expected word, each token of these answers is at least 0.8 nats likelier than any other token.
+# Every token up to the expected word is at least 0.8 nats likelier than any other token.
 FACTS = {"What is the capital of Japan?": "Tokyo", "What is the opposite of hot?": "cold"}
 OUTPUT_LEN, STRIDE = 48, 4
-# In nats: twice the measured mean (0.009).
+# In nats. The measured mean is 0.009.
 MAX_MEAN_DIVERGENCE = 0.02
 
 pytestmark = pytest.mark.slow
@@ -59,7 +59,7 @@ def read_tokens(outputs: list[RequestOutput]) -> list[int]:
 
 
 def read_likeliest(prompt: list[int], outputs: list[RequestOutput]) -> list[dict[int, float]]:
-    """Returns the likeliest tokens at every STRIDE-th position of an answer, which was part of a prompt."""
+    """Returns the likeliest tokens at every STRIDE-th position after `prompt`."""
     entries = [*outputs[0].prompt_logprobs]
     return [dict(entry.top) for entry in entries[len(prompt) - 1 :: STRIDE]]
 

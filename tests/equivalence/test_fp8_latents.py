@@ -1,4 +1,4 @@
-"""DeepSeek-V3 over an FP8 cache: the greedy tokens equal those of transformers with quantised latents."""
+"""DeepSeek-V3 over an FP8 cache gives the greedy tokens of transformers with quantised latents."""
 
 import asyncio
 import random
@@ -104,7 +104,6 @@ async def generate(path: Path, device: str, settings: dict, *, is_preempted: boo
 
 @pytest.fixture
 def quantised_answers(checkpoint, reference_generate, monkeypatch) -> list[list[int]]:
-    """Answers of transformers with quantised latents."""
     expand = modeling_deepseek_v3.DeepseekV3Attention.expand_kv
 
     def expand_quantised(self, latent, k_rope):
@@ -125,5 +124,5 @@ async def test_tokens_over_an_fp8_cache_equal_those_of_quantised_latents(
     assert quantised_answers != plain_answers
     fp8_settings = {"kv_cache_dtype": "fp8", **SETTINGS[setting]}
     found = await generate(path, device, fp8_settings, is_preempted=setting.startswith("preempted"))
-    # A number in the middle between two numbers of e4m3 may be rounded either way, which may change a token.
+    # A tie between two e4m3 values may be rounded either way, which may change a token.
     assert sum(tokens == expected for tokens, expected in zip(found, quantised_answers, strict=True)) >= NUM_PROMPTS - 1

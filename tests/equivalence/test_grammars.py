@@ -1,5 +1,3 @@
-"""Answers of the default model match their grammars, and do not change unconstrained answers in the same batch."""
-
 import asyncio
 import json
 import re

@@ -1,4 +1,4 @@
-"""Engines of two ranks give the greedy tokens of one rank, which test_families.py compares to transformers.
+"""Engines of two ranks give the greedy tokens of one rank.
 
 The program `support/rank_matrix.py` runs every setting with every model.
 """

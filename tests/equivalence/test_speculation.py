@@ -1,8 +1,4 @@
-"""Answers with drafts equal the answers without them, for every family and several settings of the engine.
-
-Predictions are the answers with some wrong tokens. Most draft models are disturbed copies of the model. Steps therefore
-accept some drafts and reject others. Drafts of MTP heads are nearly always wrong: the heads' weights are random.
-"""
+"""Answers with drafts equal answers without drafts, for every model family."""
 
 from pathlib import Path
 
@@ -17,8 +13,8 @@ from nanovllm_core import ConfigError
 from nanovllm_core.engine import build
 from nanovllm_core.scheduling.draft_times import DraftTimes
 
-# At most two requests run at once. Otherwise nearly all steps would compute prompts. In such steps, draft models and
-# heads propose nothing.
+# Draft models and heads propose nothing in steps with prompts. With more than two requests at once, nearly all steps
+# would have prompts.
 SMALL_CHUNKS = {**AMPLE_CACHE, "max_num_batched_tokens": 40, "max_num_seqs": 2}
 SETTINGS = {
     "one at a time": {**AMPLE_CACHE, "max_num_seqs": 1},
@@ -33,10 +29,8 @@ SETTINGS = {
 # The first model of each family.
 MODELS = list({tiny.family: name for name, tiny in reversed(TINY_MODELS.items())}.values())
 RECURRENT = next(name for name in MODELS if TINY_MODELS[name].family == "Qwen3Next")
-# One setting per model, and five settings for the model with recurrent layers.
 PAIRS = sorted({*sample_pairs(MODELS, SETTINGS, 1), *sample_pairs([RECURRENT], SETTINGS, 5)})
 
-# Tests of draft models and heads give these options to their requests in turn.
 SAMPLINGS = (
     {"temperature": 0},
     {"temperature": 0.8},
@@ -44,7 +38,6 @@ SAMPLINGS = (
     {"temperature": 0.8, "presence_penalty": 0.5, "repetition_penalty": 1.2},
     {"temperature": 0.7, "logit_bias": {7: 2.0, 40: -100.0}, "logprobs": 2},
 )
-# Each model has the setting after its setting in PAIRS. With the five settings of Qwen2, all settings occur.
 DRAFT_PAIRS = sorted({*sample_pairs(MODELS, SETTINGS, 1, first=1), *sample_pairs(["Qwen2"], SETTINGS, 5, first=5)})
 HEAD_PAIRS = sample_pairs([name for name in MODELS if TINY_MODELS[name].has_mtp], SETTINGS, 5)
 
@@ -56,7 +49,7 @@ def always_drafts(monkeypatch):
 
 
 def write_draft_model(name: str, draft_path: Path) -> None:
-    """Writes a disturbed copy of the tiny model `name`, or a disturbed Qwen3 for the recurrent model."""
+    """Writes a disturbed copy of the model. The draft model of RECURRENT is a disturbed Qwen3."""
     write_tiny_checkpoint("Qwen3" if name == RECURRENT else name, draft_path)
     torch.manual_seed(0)
     for file in draft_path.glob("*.safetensors"):
@@ -91,8 +84,7 @@ async def check_drafts(path: Path, device: str, method: str, setting: str, draft
     settings = {"speculate": method, **settings}
     found = await generate(path, device, settings, **options, draft=draft, logprobs=logprobs)
     assert found == expected
-    # Sums are rounded differently if requests are batched differently, with or without drafts. With an FP8 cache, keys
-    # may then be rounded to other FP8 values, which changes log-probabilities by up to 0.03.
+    # Other batches round sums differently. With an FP8 cache, this changes log-probabilities by up to 0.03.
     atol = 0.1 if settings.get("kv_cache_dtype") == "fp8" else 1e-3
     torch.testing.assert_close(logprobs, expected_logprobs, atol=atol, rtol=0)
 

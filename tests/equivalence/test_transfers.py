@@ -1,4 +1,4 @@
-"""Answers to fetched prompts equal answers to computed prompts, for every family, every carrier and several settings.
+"""Answers to fetched prompts equal answers to computed prompts.
 
 The program `support/transfer_matrix.py` runs every carrier and setting with every model.
 """
@@ -13,7 +13,6 @@ from transfer_matrix import CARRIERS, TRANSFER_SETTINGS, compare
 # The first model of each family.
 MODELS = list({tiny.family: name for name, tiny in reversed(TINY_MODELS.items())}.values())
 HEAD_MODELS = [name for name in MODELS if TINY_MODELS[name].has_mtp]
-# Every family and every setting but "own requests" has a run. Carriers take turns.
 SETTINGS = [setting for setting in TRANSFER_SETTINGS if setting not in ("MTP heads", "own requests")]
 PAIRS = [*((name, "MTP heads") for name in HEAD_MODELS), *zip(cycle(MODELS), SETTINGS, strict=False)]
 RUNS = [(*pair, carrier) for pair, carrier in zip(PAIRS, cycle(CARRIERS), strict=False)]

@@ -1,6 +1,6 @@
-"""Engines run two layers of published width in bf16. Their log-probabilities are near those of float32 transformers.
+"""Log-probabilities of bf16 engines with two layers of published width are near those of float32 transformers.
 
-Settings change greedy tokens only where two tokens are almost equally likely. CPU tests use reduced widths.
+CPU tests use reduced widths.
 """
 
 import asyncio
@@ -26,28 +26,18 @@ from nanovllm_core import EngineConfig
 
 MAX_NUM_SEQS, BLOCK_SIZE = 8, 16
 LAST_TOKEN = 5
-# The largest ratio of the engine's error to that of transformers, both in bf16, by quantile. ERROR_FLOOR (nats) matters
-# only where transformers happens to be almost exact.
+# Maximum ratio of the engine's error to the error of transformers, both in bf16.
 MAX_ERROR_RATIO_BY_QUANTILE = {0.5: 1.5, 0.9: 1.5, 0.99: 2.0}
-ERROR_FLOOR = 0.002
-# A quantile is compared if at least this number of a group's errors lie beyond it.
+ERROR_FLOOR = 0.002  # nats
 MIN_ERRORS_BEYOND = 20
-# The largest mean error, relative to the spread of the logits. Two layers round a token's numbers about 24 times, each
-# time by at most 2^-9 of the number. The sum of n independent errors grows as sqrt(n), and sharp attention doubles it.
+# Relative to the spread of the logits. Two layers round about 24 times by at most 2^-9. Sharp attention doubles errors.
 MAX_RELATIVE_ERROR = 2 * 24**0.5 * 2**-9
 MIN_AGREEMENT = 0.9
 
 
 @dataclass(frozen=True)
 class Scale:
-    """Device, widths and sizes of a run. The sizes are in tokens, except num_short.
-
-    reduced: widths for a CPU.
-    long_lengths: lengths of the long prompts.
-    num_short: number of short prompts, which have at most `longest_short` tokens.
-    whole, large_chunk, small_chunk: maximum numbers of tokens of a step, of which `Setting.budget` names one.
-    long_context: position from which errors are compared as groups of their own.
-    """
+    """whole, large_chunk, small_chunk: maximum tokens of a step. `Setting.budget` names one of these fields."""
 
     device: str
     reduced: bool
@@ -65,7 +55,7 @@ TRUE_SCALE = Scale("cuda", False, (4000, 3000, 2100, 1500, 1200, 1000, 700, 400)
 
 
 class Setting(NamedTuple):
-    """budget: the field of Scale with the maximum tokens of a step. options: other options of the engine."""
+    """budget: name of the field of Scale with the maximum tokens of a step."""
 
     budget: str
     options: dict[str, object]
@@ -94,7 +84,6 @@ CACHING_SETTINGS = [name for name, setting in SETTINGS.items() if setting.caches
 
 
 def make_config(scale: Scale, setting: Setting, prompts: list[list[int]]) -> EngineConfig:
-    """The cache holds every prompt at once."""
     options = setting.options
     if scale.device == "cpu":
         # A CPU has no graphs, compiles nothing, and always chooses blocks of BLOCK_SIZE.
@@ -114,7 +103,7 @@ def make_config(scale: Scale, setting: Setting, prompts: list[list[int]]) -> Eng
 
 
 def make_prompts(scale: Scale, vocab_size: int) -> list[list[int]]:
-    """Long and short prompts in random order. Half of them begin alike; all end with the same token."""
+    """Half of the prompts begin alike, and all prompts end with the same token."""
     rng = random.Random(2)
     shared = [rng.randrange(3, vocab_size) for _ in range(max(scale.long_lengths))]
     lengths = [*scale.long_lengths, *range(1, 4), BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1, 2 * BLOCK_SIZE]
@@ -142,10 +131,9 @@ def reference_logprobs(model: PreTrainedModel, sequences: list[list[int]]) -> li
 
 @dataclass
 class Case:
-    """A family at one scale.
+    """exact, rounded: transformers' log-probabilities in float32 and in bf16, one tensor per prompt.
 
-    exact, rounded: transformers' log-probabilities in float32 and in bf16. Each prompt with its baseline answer has one
-        tensor: float32 [len(prompt) + OUTPUT_LEN - 1, vocabulary].
+    Each tensor also covers the baseline answer: float32 [len(prompt) + OUTPUT_LEN - 1, vocabulary].
     """
 
     path: Path
@@ -156,7 +144,6 @@ class Case:
     rounded: list[Tensor] = field(default_factory=list)
 
     def observe(self, name: str) -> Observation:
-        """Settings with equal configurations share a run."""
         config = make_config(self.scale, SETTINGS[name], self.prompts)
         if config not in self.observations:
             self.observations[config] = asyncio.run(observe(self.path, config, self.prompts))
@@ -170,10 +157,7 @@ class Case:
 
     @cached_property
     def max_gap(self) -> float:
-        """Maximum by which bf16 changes the difference between the logits of two likely tokens.
-
-        The value is 1.5 times the 99.9th percentile of the changes in transformers.
-        """
+        """Accepted change of the difference between the logits of two likely tokens, from rounding to bf16."""
         errors = []
         for exact, rounded in zip(self.exact, self.rounded, strict=True):
             likeliest, others = exact.topk(NUM_TOP).indices.split((1, NUM_TOP - 1), 1)
@@ -214,18 +198,13 @@ def case(request, tmp_path_factory) -> Iterator[Case]:
 
 
 def common_length(tokens: list[int], others: list[int]) -> int:
-    """Length of the common prefix of two answers of OUTPUT_LEN tokens."""
     return next(
         (index for index, pair in enumerate(zip(tokens, others, strict=True)) if pair[0] != pair[1]), OUTPUT_LEN
     )
 
 
 def require_same_answers(case: Case, found: list[list[int]]) -> None:
-    """Compares each answer with the baseline's up to the first difference.
-
-    The float32 logits of the first two tokens that differ must be at most `case.max_gap` apart. At least the share
-    MIN_AGREEMENT of the answers must have no difference.
-    """
+    """Where an answer first differs from the baseline, the two float32 logits must be at most `case.max_gap` apart."""
     num_equal = 0
     for index, (tokens, expected) in enumerate(zip(found, case.answers, strict=True)):
         common = common_length(tokens, expected)
@@ -241,10 +220,9 @@ def require_same_answers(case: Case, found: list[list[int]]) -> None:
 
 
 def score_errors(case: Case, observation: Observation) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Absolute errors of the engine's log-probabilities and of transformers' in bf16, both against float32.
+    """Returns absolute errors of the engine and of bf16 transformers against float32, by group of positions.
 
-    Returns both errors for each group of positions. Leaves out positions after an answer's first difference from the
-    baseline, because the reference has other contexts there.
+    Positions after an answer's first difference from the baseline have no reference and are left out.
     """
     found: dict[str, list[tuple[Tensor, Tensor]]] = {}
     for name, run in (("after cached prefixes", observation.repeated), ("after whole prompts", observation.scored)):
@@ -274,7 +252,6 @@ def score_errors(case: Case, observation: Observation) -> dict[str, tuple[np.nda
 
 
 def test_answers_depend_on_prompts_and_bf16_decides_few_tokens(case):
-    """All prompts end with the same token, so different answers depend on the tokens before it."""
     assert len({tuple(answer) for answer in case.answers}) > len(case.prompts) // 4
     logprobs = torch.cat([exact[-OUTPUT_LEN:] for exact in case.exact])
     assert logprobs.std(-1).mean() > LOGIT_STD

@@ -1,5 +1,3 @@
-"""Models and servers that the tests of the server process share."""
-
 import json
 import shutil
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -16,8 +14,6 @@ NUM_SHALLOW_LAYERS = 4
 
 
 class RecordedStream(httpx2.AsyncByteStream):
-    """The body of an answer, recorded while OpenAI's client reads it."""
-
     def __init__(self, request: httpx2.Request, response: httpx2.Response, exchanges: list[ObservedResponse]):
         self._request, self._response, self._exchanges = request, response, exchanges
         self._stream = response.stream
@@ -61,7 +57,6 @@ def exchanges(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[ObservedResponse
 
 @pytest.fixture(scope="session")
 def server(run_server: Callable, default_model: Path) -> Iterator:
-    """A server in float32: its greedy tokens equal those of transformers."""
     with run_server(
         default_model, "--dtype", "float32", "--max-model-len", "512", "--cpu-cache-gib", "0.25", "--max-num-seqs", "8"
     ) as server:
@@ -70,7 +65,6 @@ def server(run_server: Callable, default_model: Path) -> Iterator:
 
 @pytest.fixture(scope="session")
 def tiny_model(default_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama with the default model's tokenizer."""
     path = tmp_path_factory.mktemp("tiny")
     torch.manual_seed(0)
     config = LlamaConfig(

@@ -1,5 +1,3 @@
-"""`nanovllm-bench` against a real server process."""
-
 import json
 
 import pytest
@@ -21,11 +19,10 @@ def test_serve_measures_each_load_on_a_real_server(tiny_server, tmp_path, capsys
     for point in points:
         assert point["failed"] == 0
         assert point["output_tokens"] == points[0]["output_tokens"]
-        # Each word is one token; the chat template adds the same number of tokens to every prompt.
+        # The chat template adds the same number of tokens to every prompt.
         assert point["prompt_tokens"] % 8 == 0
         assert 8 * 60 < point["prompt_tokens"] < 8 * 100
         assert point["ttft"]["p50"] <= point["e2e"]["p50"]
-        # The full blocks of the 40 shared words are cached for all requests but the first.
         assert 0 < point["cached_tokens"] < 7 * 100
     assert plot.read_bytes().startswith(b"\x89PNG")
     out = capsys.readouterr().out
@@ -48,7 +45,6 @@ def test_interference_measures_all_cases_on_a_real_server(shallow_server, tmp_pa
     assert all(figure is not None for case in measured["cases"] for figure in case["figures"].values())
     long_alone, short_beside, decodes, arrivals, turn, turns = (case["figures"] for case in measured["cases"])
     assert long_alone["long_prompt_tokens"] == pytest.approx(400, abs=2)
-    # All short requests arrive in the time that the long prompt takes alone.
     assert short_beside["short_ttft_p50_ms"] < 2 * short_beside["long_ttft_p50_ms"]
     assert decodes["prompt_tokens"] == pytest.approx(200, abs=2)
     assert decodes["prompt_1_ttft_p50_ms"] < decodes["prompt_last_ttft_p50_ms"]
@@ -76,7 +72,6 @@ def test_conversations_measures_returning_turns_on_a_real_server(shallow_server,
         assert case["errors"] == case["warnings"] == []
         assert None not in figures.values()
         assert figures["returning_prompt_tokens"] == pytest.approx(prompt_tokens, abs=2)
-        # All but the last, incomplete block of each history is cached.
         assert 0.92 < figures["returning_cached_percent"] / figures["returning_history_percent"] <= 1
         assert figures["cold_over_returning_ttft_p50"] > 1
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]

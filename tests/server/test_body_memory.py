@@ -1,5 +1,3 @@
-"""1,000 clients send bodies of 16 MiB at the same time: the worker stays small and answers other clients."""
-
 import asyncio
 import json
 import resource

@@ -1,5 +1,3 @@
-"""A server parses answers in the format of its chat template, or in the format that its flags specify."""
-
 import openai
 import pytest
 

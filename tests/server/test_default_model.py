@@ -93,7 +93,6 @@ async def test_logprobs_are_sorted_and_their_bytes_join_to_the_answer(sdk):
 
 
 async def test_logprobs_of_an_answer_equal_those_in_a_prompt(sdk, default_model):
-    """A second request continues the answer, so its prompt contains the answer's tokens."""
     tokenizer = load_tokenizer(default_model)
     fields = {"logprobs": True, "extra_body": {"ignore_eos": True}}
     generated_choice = (await create(sdk, max_tokens=10, **fields)).choices[0]

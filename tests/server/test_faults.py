@@ -74,7 +74,6 @@ def draw_constraint(rng: random.Random) -> dict:
 
 
 async def disconnect(server, rng: random.Random) -> None:
-    """Sends a random request and disconnects at a random moment."""
     fields = {
         "stream": rng.random() < 0.7,
         "n": rng.choice([1, 1, 1, 3]),
@@ -160,7 +159,6 @@ async def test_nothing_runs_a_second_after_fifty_clients_vanish(shallow_server):
 
 
 async def test_choices_share_one_computed_prompt(server):
-    """Each choice but the first computes only tokens outside shared blocks."""
     for n, words in ((8, 300), (3, 200)):
         before = await wait_until_idle(server)
         fields = {"n": n, "max_tokens": 4, "cache_salt": f"{n} choices"}
@@ -231,7 +229,6 @@ async def test_prompts_are_not_logged_by_default_and_a_drain_timeout_ends_stream
                     "--log-level", "debug", "--drain-timeout", "1") as server:  # fmt: skip
         assert (await send_request(server, messages=[{"role": "user", "content": "a secret"}]))[0] == 200
         assert (await send_request(server, messages=[{"role": "user", "content": "a secret"}], temperature=9))[0] == 400
-        # At the drain timeout, incomplete answers get an error event. The server exits with 0.
         reader, writer = await connect(server)
         writer.write(request_bytes(stream=True, max_tokens=200, n=100, logprobs=True))
         await reader.readuntil(b"data: ")

@@ -1,5 +1,3 @@
-"""A table of hostile inputs: the server gives only allowed answers, delays no stream and leaks nothing."""
-
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
@@ -62,12 +60,9 @@ def resident_bytes(pid: int) -> int:
 async def attempts_over_limit(
     measure: Callable[[], Awaitable[float]], limit_s: float, measure_base: Callable[[], Awaitable[float]] | None = None
 ) -> list[str]:
-    """Returns all attempts if each is over the limit, else [].
+    """Returns all attempts if each is over the limit, else []. Other programs may slow single attempts.
 
-    measure_base: measures seconds that are added to the limit if an attempt takes longer than `limit_s`. None: add 0.
-
-    Other programs may take most of the CPU. Therefore an attempt counts without their share of the CPU, and attempts
-    over the limit are repeated.
+    measure_base: measures seconds to add to the limit, if an attempt takes longer than `limit_s`.
     """
     attempts: list[str] = []
     while len(attempts) < MAX_ATTEMPTS:
@@ -84,7 +79,6 @@ def test_the_table_has_many_cases_with_unique_names():
 
 
 def read_grammars(request: bytes) -> tuple | None:
-    """Returns the grammars that the server compiles for a request; None if it compiles none."""
     try:
         body = FieldReader(parse_body(request.partition(b"\r\n\r\n")[2]))
         answer_rule, tools = parse_answer_rule(body), parse_tools(body)

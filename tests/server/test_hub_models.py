@@ -1,5 +1,3 @@
-"""A server process serves a model that it downloads from a hub."""
-
 import json
 import os
 import re

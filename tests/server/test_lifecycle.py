@@ -1,5 +1,3 @@
-"""A server process starts, refuses to start, drains, and ends when its engine ends."""
-
 import asyncio
 import json
 import signal
@@ -91,7 +89,7 @@ async def test_a_second_signal_ends_the_drain(run_server, tiny_model):
 
 @pytest.mark.parametrize(("rank", "num_ranks"), [(0, 1), (1, 2)])
 async def test_killed_rank_ends_the_server_and_leaves_nothing(tiny_model, rank, num_ranks):
-    """Rank 0 is the engine's process. test_ranks.py of nanovllm-core tests the case (0, 2)."""
+    """Rank 0 is the engine's process."""
     command = [sys.executable, "-m", "nanovllm_server", str(tiny_model), *FLAGS]
     await kill_once([*command, "--port", "0", "--device", "cpu", "-tp", str(num_ranks)], rank, num_ranks)
 

@@ -1,5 +1,3 @@
-"""Forty clients stream at once from a real model; some leave midway."""
-
 import asyncio
 import random
 import re
@@ -37,7 +35,6 @@ def gauge(server, name: str) -> float:
 
 
 async def stream(sdk, index: int, leave_after: int | None = None) -> StreamResult:
-    """Reads one stream. leave_after: pieces of text after which the client leaves; None: the client reads all."""
     response = await sdk.chat.completions.create(
         model="shallow",
         messages=[{"role": "user", "content": f"Tell me something about the number {index}."}],

@@ -1,5 +1,3 @@
-"""The page in a real browser, in front of a real server with a real model."""
-
 import browser
 import picture
 import pytest

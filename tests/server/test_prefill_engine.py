@@ -1,4 +1,4 @@
-"""Deaths of engines in a server with a prefill and a decode engine. No process or file is left."""
+"""Deaths of engines in a server with a prefill and a decode engine."""
 
 import json
 import os
@@ -46,7 +46,6 @@ def read_events(errors: list[str], event: str) -> list[dict]:
 
 
 def wait_for_event(errors: list[str], event: str, number: int) -> dict:
-    """Returns the last of `number` log lines about `event`."""
     wait_until(lambda: len(read_events(errors, event)) == number)
     return read_events(errors, event)[-1]
 

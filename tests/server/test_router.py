@@ -24,7 +24,6 @@ pytestmark = [
 ROUTER = Path(sys.executable).with_name("vllm-router")
 SIZE_FLAGS = ("--dtype", "float32", "--max-model-len", "2048", "--cpu-cache-gib", "0.2", "--max-num-seqs", "4")
 MODEL = "SmolLM2-135M-Instruct"
-# About 600 tokens, in many blocks.
 PROMPT = " ".join(f"In the year {year}, the town had {year * 7 % 900} houses." for year in range(1900, 1930))
 START_S = 300
 
@@ -41,7 +40,6 @@ def free_port() -> int:
 
 
 def post_chat(url: str, **fields: object) -> tuple[int, bytes]:
-    """Returns (status, body)."""
     defaults = {"model": MODEL, "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 16, "temperature": 0}
     body = json.dumps({**defaults, **fields}).encode()
     request = urllib.request.Request(f"{url}/v1/chat/completions", body, {"Content-Type": "application/json"})
@@ -66,7 +64,7 @@ def read_requests(server) -> list[dict]:
 
 
 def wait_for_requests(server, number: int) -> list[dict]:
-    """Waits for `number` log lines, because the server writes a line after the response."""
+    """The server writes the log line of a request after the response."""
     deadline = time.monotonic() + 30
     while len(read_requests(server)) < number:
         assert time.monotonic() < deadline
@@ -173,5 +171,4 @@ def test_decode_server_fetches_prompts_from_the_prefill_server(cluster):
 
 
 def metrics_of(cluster: Cluster) -> list[tuple]:
-    """Servers and names of the metrics that count a transfer."""
     return [(cluster.decode, "kv_transfer_tokens_total"), (cluster.prefill, "kv_transfer_served_bytes_total")]

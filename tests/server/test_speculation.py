@@ -1,5 +1,3 @@
-"""Answers with and without speculative decoding, from two servers with the first layers of the default model."""
-
 import asyncio
 import json
 import re
@@ -20,7 +18,7 @@ CITY_SCHEMA = {
     "additionalProperties": False,
 }
 PREDICTION = {"type": "content", "content": [{"type": "text", "text": f"{TEXT} {TEXT}"}]}
-# In long answers, the model repeats itself, so that drafts of n-grams are accepted.
+# In long answers, the model repeats itself. The engine then accepts drafts of n-grams.
 REQUESTS = {
     "greedy": {"temperature": 0, "max_tokens": 80, "extra_body": {"ignore_eos": True}},
     "greedy with a prediction": {"temperature": 0, "max_tokens": 60, "prediction": PREDICTION},
@@ -46,7 +44,6 @@ REQUESTS = {
 
 @pytest.fixture(scope="module", params=["ngram", "draft"])
 def speculating_server(request, run_server: Callable, shallow_model: Path) -> Iterator:
-    """Like `shallow_server`, with speculative decoding: n-grams, or the model as its own draft model."""
     flags = ("--dtype", "float32", "--max-model-len", "1024", "--cpu-cache-gib", "0.25", "--max-num-seqs", "20")
     draft_model = ("--draft-model", str(shallow_model)) if request.param == "draft" else ()
     with run_server(shallow_model, *flags, "--speculate", request.param, *draft_model) as server:
@@ -81,7 +78,6 @@ def expected_answers(shallow_server) -> list:
 
 
 def draft_totals(server) -> dict[str, float]:
-    """Metrics of drafts by name, summed over positions."""
     with urllib.request.urlopen(f"{server.url}/metrics") as response:
         text = response.read().decode()
     totals: dict[str, float] = {}
@@ -118,13 +114,12 @@ async def test_simultaneous_answers_are_the_same_with_and_without_drafts(client,
     assert set(json.loads(choice.message.content)) == {"city", "cities"}
 
 
-# Only n-grams: with the model as its own draft model, drafts save no time, so the engine does not use drafts.
+# With "draft", the engine uses no drafts: a draft model of equal size saves no time.
 @pytest.mark.parametrize("speculating_server", ["ngram"], indirect=True)
 async def test_usage_and_metrics_count_the_drafts(client, shallow_server, speculating_server):
     before = draft_totals(speculating_server)
     answer = await create(client, **REQUESTS["greedy"])
     details = answer.usage.completion_tokens_details
-    # The text repeats itself, so the engine must gain from drafts.
     assert 0 < details.accepted_prediction_tokens < answer.usage.completion_tokens == 80
     options = {"stream": True, "stream_options": {"include_usage": True}}
     *_, last = [chunk async for chunk in await create(client, **REQUESTS["greedy"], **options)]

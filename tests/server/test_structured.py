@@ -107,7 +107,7 @@ async def test_required_call_that_is_cut_off_has_no_content(sdk, choice):
         assert await create_streamed(sdk, **fields) == whole
         return bool(calls)
 
-    # The first tokens only begin the call's markup. Longer answers contain arguments.
+    # The first tokens only begin the call's markup.
     has_calls = await asyncio.gather(*map(check, (1, 2, 5, 8, 16, 32)))
     assert has_calls[0] < has_calls[-1]
 
@@ -224,7 +224,6 @@ async def test_constraints_that_can_not_be_enforced_are_a_400(sdk, fields, param
 
 @pytest.mark.slow
 async def test_reasoning_is_unconstrained_and_has_a_budget(run_server, shallow_model, tmp_path):
-    # Make a copy of the model with two special tokens renamed to <think> and </think>.
     model = tmp_path / "thinking"
     model.mkdir()
     for file in shallow_model.iterdir():

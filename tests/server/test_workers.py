@@ -95,7 +95,7 @@ async def test_two_workers_give_the_same_answers_and_metrics(shared_server):
             shared_server, max_tokens=20, messages=[{"role": "user", "content": f"Tell me of {number}."}]
         )
         assert answer.choices[0].message.content == texts[number]
-    # Each scrape is a new connection; either worker reports the numbers of both.
+    # Either worker reports the numbers of both workers.
     names = ("request_generation_tokens_sum", 'request_success_total{finished_reason="length",model_name="tiny"}')
     expected = (
         f'{names[0]}{{model_name="tiny"}} {19 * 20}.0',
@@ -120,7 +120,6 @@ async def test_cached_tokens_tell_nothing_about_prompts_of_another_key(shared_se
 
     num_cached_template_tokens = await count_cached_tokens("any")
     assert await count_cached_tokens("any") > num_cached_template_tokens
-    # Neither an empty salt nor the digest of the other key finds the other key's blocks.
     digest = hashlib.sha256(b"any").hexdigest()
     assert [await count_cached_tokens("other", cache_salt=salt) for salt in ("", digest)] == [0, 0]
     assert await count_cached_tokens("other") > 0
@@ -184,7 +183,6 @@ async def test_a_worker_that_does_not_respond_is_replaced_unless_replacements_di
         victim = min(pids)
         os.kill(victim, signal.SIGSTOP)
         async with asyncio.timeout(60):
-            # The replacement serves once it has loaded the tokenizer.
             while victim in (new_pids := set(server.worker_pids())) or len(new_pids) < 2:
                 await asyncio.sleep(0.05)
         assert pids - new_pids == {victim}
@@ -215,7 +213,6 @@ def test_one_worker_has_no_memory_for_encodings(tiny_server):
 
 
 async def test_both_workers_drain_on_sigterm(run_server, tiny_model):
-    # The long timeout lets accepted requests end even on a busy machine.
     with run_server(tiny_model, *FLAGS, "--max-num-seqs", "8", "--drain-timeout", "300") as server:
         streams = [asyncio.create_task(send_stream_request(server, number, 500)) for number in range(8)]
         async with asyncio.timeout(60):
@@ -302,7 +299,6 @@ def kill_workers(server, engine_pid):
 
 
 def has_rings(pid):
-    """Whether the process has shared memory for encodings."""
     try:
         return "nanovllm-rings" in Path(f"/proc/{pid}/maps").read_text()
     except FileNotFoundError:

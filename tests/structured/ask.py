@@ -25,12 +25,10 @@ from tqdm import tqdm
 
 CORPORA = ("suite", "tools", "real")
 OUTCOME_FIELDS = ("verdict", "detail", "text", "tokens", "seconds", "token_ids", "accepted_drafts", "rejected_drafts")
-# Maximum number of functions in a question of the way "required" to the corpus "tools".
 MAX_OFFERED_FUNCTIONS = 4
 
 
 def read_cases(path: Path | None) -> list[NamedSchema]:
-    """Reads all corpora from a file that `--save` wrote; None: from the installed packages and data files."""
     if path is not None:
         return [NamedSchema(**case) for case in json.loads(path.read_text())]
     from corpora import CORPUS_LOADERS
@@ -39,7 +37,6 @@ def read_cases(path: Path | None) -> list[NamedSchema]:
 
 
 def make_questions(cases: list[NamedSchema], corpora: list[str], ways: list[Way], limit: int | None) -> list[Question]:
-    """Makes one question per way and schema. With the way "required", a question may offer several functions."""
     questions: list[Question] = []
     for corpus in corpora:
         chosen = [case for case in cases if case.corpus == corpus]
@@ -60,10 +57,6 @@ def make_questions(cases: list[NamedSchema], corpora: list[str], ways: list[Way]
 
 @contextmanager
 def run_own_server(*arguments: str, environment: Mapping[str, str] | None = None) -> Iterator[str]:
-    """Runs a server and yields its URL.
-
-    environment: variables in addition to those of this process.
-    """
     command = [sys.executable, "-m", "nanovllm_server", "--port", "0", "--log-level", "warning", *arguments]
     variables = {**os.environ, **(environment or {})}
     with subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, text=True) as process:
@@ -78,10 +71,7 @@ def run_own_server(*arguments: str, environment: Mapping[str, str] | None = None
 
 
 def ask_all(client: Client, questions: list[Question], concurrency: int, *, in_groups: bool = False) -> list[Outcome]:
-    """Returns the outcomes in the order of the questions.
-
-    in_groups: ask `concurrency` questions at once, and the next group when all are answered.
-    """
+    """in_groups: send the next `concurrency` questions only when all earlier questions are answered."""
     outcomes: dict[int, Outcome] = {}
     group_size = concurrency if in_groups else max(len(questions), 1)
     pool = ThreadPoolExecutor(concurrency)
@@ -108,7 +98,6 @@ def format_failure(outcome: Outcome) -> str:
 
 
 def format_table(outcomes: list[Outcome]) -> str:
-    """Counts verdicts, and averages the length of valid answers, by corpus and way."""
     rows = [["corpus", "asked as", *VERDICTS, "all", "tokens of valid"]]
     groups = dict.fromkeys((outcome.question.corpus, outcome.question.way) for outcome in outcomes)
     for corpus, way in groups:

@@ -18,18 +18,14 @@ from tails import Tail, find_tail
 # A schema is the format of the answer, or the parameters of a function. "required": any function must be called.
 Way = Literal["answer", "required", "named"]
 WAYS: tuple[Way, ...] = ("answer", "required", "named")
-# valid: the answer ended and meets the schema.
 # refused: a 400 that names a keyword of the schema.
 # no object: a 400, because arguments must be an object and the schema allows none.
 # limit: a 400, because the conversation is too long or the grammar takes too long to compile.
 # cut: max_tokens ended the answer.
 # run away: max_tokens ended the answer inside a part of JSON that looks endless.
-# invalid: the answer ended but does not meet the schema, or it calls an unknown function.
-# broken: any other answer.
 Verdict = Literal["valid", "refused", "no object", "limit", "cut", "run away", "invalid", "broken"]
 VERDICTS: tuple[Verdict, ...] = ("valid", "refused", "no object", "limit", "cut", "run away", "invalid", "broken")
 FAILURES: frozenset[Verdict] = frozenset({"run away", "invalid", "broken"})
-# Maximum characters of a schema in the prompt of the way "answer".
 MAX_SHOWN_CHARACTERS = 500
 TIMEOUT_S = 1800
 NUM_TOP_LOGPROBS = 20
@@ -44,7 +40,7 @@ class NamedSchema:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One request. schemas: the schema of the answer, or the schema of the parameters of each function."""
+    """schemas: the schema of the answer, or the schema of the parameters of each function."""
 
     way: Way
     schemas: tuple[NamedSchema, ...]
@@ -56,12 +52,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The outcome of a question.
-
-    detail: the error, the reason of a refusal, or where the answer was cut.
-    token_ids: empty if the server answered with an error.
-    accepted_drafts, rejected_drafts: tokens of speculative decoding.
-    """
+    """detail: the error, the reason of a refusal, or where the answer was cut."""
 
     question: Question
     verdict: Verdict
@@ -111,10 +102,7 @@ class Client:
         )
 
     def likeliest_tokens(self, question: Question, seed: int) -> list[dict[int, float]]:
-        """Sends a question again. Returns the likeliest tokens at each place of the answer, with log-probabilities.
-
-        Log-probabilities are those before grammar and temperature.
-        """
+        """Asks again. Returns log-probabilities before grammar and temperature, one dict per token of the answer."""
         options = {"logprobs": True, "top_logprobs": NUM_TOP_LOGPROBS, "return_tokens_as_token_ids": True}
         status, body = self._exchange("POST", "/v1/chat/completions", {**self._request(question, seed), **options})
         if status != 200:
@@ -229,7 +217,6 @@ def _judge_refusal(status: int, body: Any) -> tuple[Verdict, str, str]:
 
 
 def _find_problem(answer: tuple[NamedSchema, str]) -> str | None:
-    """Returns why a text is not JSON that meets the schema; None if the text is correct."""
     schema = answer[0].schema
     try:
         value = json.loads(answer[1])

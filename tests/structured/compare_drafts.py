@@ -35,10 +35,8 @@ DRAFT_FLAGS = {
 class Difference:
     """The first token in which two answers differ. Pairs are in the order (without drafts, with drafts).
 
-    seed: seed of the request, which is the index of the question.
     tokens: None for an answer that has ended.
-    margin: log-probability of the token without drafts minus that of the token with drafts, before grammar and
-        temperature; None if unknown.
+    margin: log-probability of the token without drafts minus the log-probability of the token with drafts.
     """
 
     name: str
@@ -51,13 +49,12 @@ class Difference:
 
 
 def spread(questions: list[Question], number: int) -> list[Question]:
-    """Returns at most `number` of the questions, evenly spread."""
     count = min(number, len(questions))
     return [questions[index * len(questions) // count] for index in range(count)]
 
 
 def find_differences(client: Client, plain: list[Outcome], drafted: list[Outcome]) -> list[Difference]:
-    """Compares token ids and verdicts. client: client of the server without drafts."""
+    """client: client of the server without drafts."""
     return [
         _difference(client, seed, *pair)
         for seed, pair in enumerate(zip(plain, drafted, strict=True))
@@ -109,8 +106,6 @@ def format_summary(outcomes: list[Outcome]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The outcomes of all questions at one temperature."""
-
     temperature: float
     plain: list[Outcome]
     drafted: list[Outcome]
@@ -146,11 +141,7 @@ def compare(
     *,
     always_drafts: bool,
 ) -> list[Comparison]:
-    """Asks a server with drafts, then a server without drafts.
-
-    method: value of --speculate.
-    always_drafts: value of --always. Questions then come in groups, because steps with prompts propose no drafts.
-    """
+    """With `always_drafts`, questions come in groups, because steps with prompts propose no drafts."""
     search_path = filter(None, (str(ALWAYS_DRAFT_DIRECTORY), os.environ.get("PYTHONPATH")))
     environment = {"PYTHONPATH": os.pathsep.join(search_path)} if always_drafts else {}
     with run_own_server(model, *DRAFT_FLAGS[method], environment=environment) as url:

@@ -19,8 +19,6 @@ MAX_PARTS = 6
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A schema, with valid and invalid values."""
-
     name: str
     schema: Any
     valid: list[Any] = field(default_factory=list)
@@ -38,7 +36,6 @@ def load_tool_parameters() -> list[Case]:
 
 
 def load_package_schemas() -> list[Case]:
-    """Returns schemas of installed packages: files, parts of files, and pydantic models."""
     return [*_read_files(), *_read_models("openai.types.chat"), *_read_models("openai.types.fine_tuning")]
 
 
@@ -78,7 +75,7 @@ def _read_models(package: str) -> Iterator[Case]:
             try:
                 yield Case(f"{module.name}: {name}", model.model_json_schema())
             except (PydanticInvalidForJsonSchema, PydanticUserError):
-                continue  # pydantic can't describe one of its fields.
+                continue  # pydantic can't describe a field of this model.
 
 
 CORPUS_LOADERS = {"suite": load_suite, "tools": load_tool_parameters, "real": load_package_schemas}

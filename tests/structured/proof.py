@@ -23,7 +23,7 @@ SLOW_COMPILE_S = 2.0
 
 @dataclass
 class Report:
-    """The outcomes for the schemas of a corpus. wrong: violations of the proof."""
+    """wrong: violations of the proof."""
 
     counts: Counter[str] = field(default_factory=Counter)
     refused: Counter[str] = field(default_factory=Counter)
@@ -36,7 +36,6 @@ class Report:
 def prove(
     walker: Walker, cases: Iterable[Case], walks: int, *, tag: bool = False, report: Report | None = None
 ) -> Report:
-    """Compiles each schema, walks through the grammar, and validates the texts of the walks."""
     report = report or Report()
     for case in cases:
         _prove(walker, case, walks, tag, report)

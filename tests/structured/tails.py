@@ -8,7 +8,7 @@ from typing import Literal
 # A run of whitespace, or a number, with at least this many characters counts as endless.
 LONG_WHITESPACE = 10
 LONG_NUMBER = 45
-# A string counts as endless if its end, of this many characters and tokens, repeats a sequence MIN_REPETITIONS times.
+# A string counts as endless if its last characters and tokens repeat a sequence at least MIN_REPETITIONS times.
 REPEATED_CHARACTERS = 120
 REPEATED_TOKENS = 128
 MIN_REPETITIONS = 4
@@ -18,15 +18,15 @@ _NUMBER = re.compile(r"[-+.0-9eE]+$")
 
 @dataclass(frozen=True, slots=True)
 class Tail:
-    """part: the part of JSON in which the text was cut off. endless: whether the part looks endless."""
+    """part: the part of JSON in which the text was cut off."""
 
     part: Literal["whitespace", "number", "string", "array or object"]
     endless: bool
 
 
 def find_tail(text: str, tokens: Sequence[int]) -> Tail:
-    """Returns where a JSON text was cut off. tokens: the last tokens of `text`."""
-    # Without complete strings, a quotation mark begins the string that was cut off.
+    """tokens: the last tokens of `text`."""
+    # After the removal of complete strings, a quotation mark begins the string that was cut off.
     _, quote, within = _STRING.sub("", text).partition('"')
     if quote:
         return Tail("string", is_repetitive(within, REPEATED_CHARACTERS) and is_repetitive(tokens, REPEATED_TOKENS))

@@ -1,4 +1,4 @@
-"""Samples of the runs of ask.py and compare_drafts.py: answers meet their schemas, and drafts do not change answers."""
+"""Samples of the runs of ask.py and compare_drafts.py."""
 
 from dataclasses import replace
 
@@ -15,7 +15,7 @@ SUITE_CASES = (
     "ref: root pointer ref",
     "not: not",
 )
-# float32: measured times decide how a prompt is split into chunks, and in bf16 another split may change tokens.
+# Measured times decide how a prompt is split into chunks. In bf16, another split may change tokens.
 FLAGS = ("--dtype", "float32", "--max-model-len", "2048", "--cpu-cache-gib", "0.25", "--max-num-seqs", "16")
 
 

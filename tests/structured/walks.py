@@ -22,16 +22,12 @@ CLOSING_TOKENS = ('"', "}", "]", '"}', '"]', "}}", '"}}', "0", "1", "null", "tru
 
 @dataclass(frozen=True, slots=True)
 class Walk:
-    """ended: whether the walk ended within MAX_TOKENS."""
-
     text: str
     num_tokens: int
     ended: bool
 
 
 class Walker:
-    """Walks through grammars with one tokenizer. vocabulary: the bytes of each token. end_id: id of the end token."""
-
     def __init__(self, vocabulary: list[bytes], end_id: int):
         info = xgrammar.TokenizerInfo(vocabulary, stop_token_ids=[end_id], vocab_size=len(vocabulary))
         self.compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
@@ -49,17 +45,12 @@ class Walker:
         self.bits = self.mask.numpy().view(np.uint8)[0]
 
     def compile(self, schema, *, tag: bool = False) -> xgrammar.CompiledGrammar:
-        """Compiles a converted schema as the engine does, alone or inside a structural tag."""
         part = {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": schema}}
         spec = GrammarSpec("structural_tag" if tag else "json_schema", json.dumps(part if tag else schema))
         return self.compiler.compile_grammar(write_json_rules(spec))
 
     def walk(self, grammar: xgrammar.CompiledGrammar, rng: random.Random, hints: list[str] | None = None) -> Walk:
-        """Walks once, with random allowed tokens.
-
-        hints: texts that long walks try, such as a string that a pattern needs.
-        Raises AssertionError if no token is allowed or xgrammar refuses an allowed token.
-        """
+        """hints: texts that long walks try, such as a string that a pattern needs."""
         matcher = xgrammar.GrammarMatcher(grammar)
         written: list[int] = []
         while len(written) < MAX_TOKENS:
@@ -106,7 +97,6 @@ class Walker:
         return int(allowed_ids[rng.randrange(len(allowed_ids))]) if len(allowed_ids) else None
 
     def accepts(self, grammar: xgrammar.CompiledGrammar, text: str) -> bool:
-        """Whether the grammar permits `text` and may end there."""
         matcher = xgrammar.GrammarMatcher(grammar)
         return matcher.accept_string(text) and matcher.accept_token(self.end_id)
 
@@ -115,7 +105,6 @@ class Walker:
 
 
 def default_walker() -> Walker:
-    """Returns a walker with the tokenizer of the default model."""
     tokenizer = AutoTokenizer.from_pretrained(default_model_path())
     info = xgrammar.TokenizerInfo.from_huggingface(tokenizer)
     return Walker(list(info.decoded_vocab), tokenizer.eos_token_id)

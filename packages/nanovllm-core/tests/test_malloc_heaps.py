@@ -1,5 +1,3 @@
-"""Tests that malloc's free memory is returned to the system."""
-
 import sys
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The ring through which rank 0 sends plans: order, large messages, a full ring, readers that end."""
+"""Tests the ring through which rank 0 sends plans."""
 
 import multiprocessing
 import random
@@ -50,7 +50,6 @@ def test_writer_of_a_full_ring_stops_when_a_reader_has_ended():
 
     ring = PlanRing(1)
     writer = ring.open_writer(check_readers)
-    # No reader reads: the ring is full after these messages.
     for _ in range(RING_BYTES // MAX_PIECE_BYTES - 1):
         writer.write(bytes(MAX_PIECE_BYTES))
     threading.Timer(0.05, has_ended.set).start()
@@ -64,7 +63,7 @@ def test_reader_waits_for_the_payload_if_the_position_arrives_first():
     first, second = b"a" * 100, b"b" * 100
     writer.write(first)
     assert reader.read() == first
-    # Simulate reordered stores: part of the payload still has the bytes of an earlier round of the ring.
+    # Simulate reordered stores: part of the payload still has old bytes.
     end = writer._positions[0]
     writer.write(second)
     stored = bytes(writer._data[end : end + 200])

@@ -1,5 +1,3 @@
-"""Runs the example project of the README as a reader would: in a clean environment with nanovllm-core alone."""
-
 import os
 import re
 import shutil
@@ -36,12 +34,12 @@ def test_readme_example_runs_with_core_alone(tmp_path):
     (tmp_path / "toy.py").write_text(example())
     uv("venv", "--quiet", "env", cwd=tmp_path)
     python = str(tmp_path / "env" / "bin" / "python")
-    # The workspace's lock file has the same version of torch, so uv need not download torch again.
+    # The workspace's lock file has the same version of torch, so uv need not download it again.
     uv("pip", "install", "--quiet", "--python", python, "torch==2.11.0", str(KERNELS), str(CORE), cwd=tmp_path)
     names = {line.split()[0] for line in uv("pip", "list", "--python", python, cwd=tmp_path).splitlines()[2:]}
     assert "nanovllm-core" in names
     assert not names & {"quart", "nanovllm-models", "nanovllm-server"}
-    # Only xgrammar, which compiles grammars, requires these packages. Nothing else may need them.
+    # Only xgrammar requires these packages. The example must run without them.
     uv("pip", "uninstall", "--quiet", "--python", python, "transformers", "tokenizers", cwd=tmp_path)
     done = subprocess.run([python, "-W", "error", "toy.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -1,5 +1,3 @@
-"""Tests how the phases of a start are logged."""
-
 import re
 
 import pytest

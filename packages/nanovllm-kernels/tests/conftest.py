@@ -38,7 +38,6 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     runs = {"half": FIRST_HALF_FILES, "rest": (KERNEL_TESTS, *(f"--ignore={file}" for file in FIRST_HALF_FILES))}
     session.config.stash[INTERPRETER_PROCESSES] = {
         name: subprocess.Popen(
-            # nice: other processes get the cores first.
             ["nice", "-n", "19", sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments],
             cwd=session.config.rootpath,
             env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
@@ -51,7 +50,6 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Kill processes that are still running."""
     for process in session.config.stash.get(INTERPRETER_PROCESSES, {}).values():
         with process:
             process.kill()
@@ -59,7 +57,6 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.fixture
 def interpreter_processes(request: pytest.FixtureRequest) -> dict[str, subprocess.Popen[str]]:
-    """Return the processes that run the kernels' tests under the interpreter."""
     return request.config.stash[INTERPRETER_PROCESSES]
 
 
@@ -115,7 +112,7 @@ def make_batch(
 
 
 def make_quantized(batch: PagedBatch) -> PagedBatch:
-    """Scale the cache to many magnitudes and quantise it to FP8. Unfilled slots get infinite scales."""
+    """Unfilled slots get infinite scales."""
     num_pages, page_size, num_cached_heads, _ = batch.kv_cache.shape
     generator = torch.Generator().manual_seed(num_pages)
     log2_factors = torch.rand((num_pages, page_size, num_cached_heads), generator=generator)
@@ -127,7 +124,7 @@ def make_quantized(batch: PagedBatch) -> PagedBatch:
 
 
 def attend_naively(batch: PagedBatch) -> Tensor:
-    """Attend one request at a time with a mask: float64 [T, Hq, D]."""
+    """Returns float64 [T, Hq, D]."""
     outs = []
     page_size, num_kv_heads = batch.kv_cache.shape[1], batch.kv_cache.shape[2] // 2
     group_size = batch.q.shape[1] // num_kv_heads
@@ -151,7 +148,7 @@ def attend_naively(batch: PagedBatch) -> Tensor:
 
 @dataclass(frozen=True)
 class LatentBatch(PagedBatch):
-    """A batch of latent attention. Each cached row is a latent and the rotated part of a key."""
+    """Each cached row is a latent and the rotated part of a key."""
 
     expansion: Tensor | None = None
 
@@ -188,7 +185,7 @@ def make_latent_batch(
 
 
 def quantize_latents(batch: LatentBatch) -> LatentBatch:
-    """Scale the cached rows to many magnitudes and quantise them to FP8. Unfilled slots get infinite scales."""
+    """Unfilled slots get infinite scales."""
     num_pages, page_size, _, _ = batch.kv_cache.shape
     log2_factors = torch.rand((num_pages, page_size, 1), generator=torch.Generator().manual_seed(num_pages)) * -6
     kv = batch.kv_cache.float() * log2_factors.to(batch.q.device).exp2().unsqueeze(-1)
@@ -198,7 +195,7 @@ def quantize_latents(batch: LatentBatch) -> LatentBatch:
 
 
 def attend_latents_naively(batch: LatentBatch) -> Tensor:
-    """Attend one request at a time, with expanded keys and values and a mask: float64 [T, H, V]."""
+    """Returns float64 [T, H, V]."""
     outs = []
     page_size, latent_dim = batch.kv_cache.shape[1], batch.expansion.shape[2]
     key_dim = batch.q.shape[2] - (batch.kv_cache.shape[3] - latent_dim)
@@ -249,7 +246,6 @@ class StateCase:
     checkpoints: Sequence[Sequence[tuple[int, int]]]
 
     def plan(self, backend: str, *, knows_decodes: bool = True) -> StateBatch:
-        """Plan the step. knows_decodes: whether the host knows the number of decodes."""
         counts = [count for count, _ in self.counts_and_lengths]
         pairs = [[*pairs, (0, 0), (0, 0)][:2] for pairs in self.checkpoints]
         device = self.qkvz.device
@@ -275,7 +271,7 @@ def make_states(
     state_dtype: torch.dtype = torch.float32,
     device: str = "cpu",
 ) -> StateCase:
-    """Make requests of (query_len, seq_len), decodes first, with up to two checkpoints each. Unfilled slots are NaN."""
+    """Make requests of (query_len, seq_len), with up to two checkpoints each. Unfilled slots hold NaN."""
     (num_k_heads, num_v_heads), (k_dim, v_dim) = heads, dims
     generator = torch.Generator().manual_seed(sum(map(sum, counts_and_lengths)) + k_dim)
     num_tokens, num_state_slots = sum(count for count, _ in counts_and_lengths), 3 * len(counts_and_lengths) + 2
@@ -342,7 +338,6 @@ def naive_attention() -> Callable[[PagedBatch], Tensor]:
 
 @pytest.fixture(params=[1, 3])
 def threads(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Run with one thread, and with a number of threads that does not divide most shapes."""
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
     yield
@@ -351,7 +346,6 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(params=["as probed", "without bf16 units"])
 def bf16_units(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run a test with the CPU's own instructions, and as if the CPU had no bf16 instructions."""
     if request.param == "without bf16 units":
         monkeypatch.setattr("nanovllm_kernels.platform.prefers_packed_bf16", lambda: False)
         monkeypatch.setattr("nanovllm_kernels.gemm.prefers_packed_bf16", lambda: False)

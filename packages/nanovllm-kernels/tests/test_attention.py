@@ -1,4 +1,4 @@
-"""Tests the attention of the backend "torch", which also has a Numba kernel, against a float64 loop."""
+"""Tests paged attention of the backend "torch" against a float64 loop."""
 
 import math
 from dataclasses import replace

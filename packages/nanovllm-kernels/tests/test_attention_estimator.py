@@ -1,4 +1,4 @@
-"""Tests the estimate of the attention time of a step's prompt chunks, in (query, key) pairs."""
+"""Tests estimates of attention time. The unit is one pair of a query and a key."""
 
 import pytest
 

@@ -1,5 +1,3 @@
-"""Tests copies of blocks between caches and rows of bytes in plain torch."""
-
 import pytest
 import torch
 from block_caches import make_caches

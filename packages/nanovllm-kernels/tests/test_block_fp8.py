@@ -10,7 +10,7 @@ from nanovllm_kernels.gemm.block_fp8 import BlockFP8Weight, quantize_blocks, qua
 
 
 def expand(scales, rows, columns, shape):
-    """Return one scale per element, float64."""
+    """Return one scale per element."""
     return scales.double().repeat_interleave(rows, 0).repeat_interleave(columns, 1)[: shape[0], : shape[1]]
 
 
@@ -19,7 +19,7 @@ def dequantize(weight):
 
 
 def rounding_limit(numbers):
-    """Return the largest error of rounding `numbers` to e4m3: half a step, plus 2^-22 of the number for the scaling."""
+    """Return the largest error of rounding to e4m3, with a relative margin of 2^-22 for the scaling."""
     half_steps = (numbers.abs().clamp(min=2**-6).frexp().exponent - 5).double().exp2()
     return half_steps + numbers.abs() * 2**-22
 
@@ -96,7 +96,7 @@ def test_norm_and_gate_match_separate_operators():
     x, norm, weight = torch.randn(4, 200), torch.rand(200) + 0.5, make_weight(2 * 96, 200)
     normed = functional.rms_norm(x, (200,), norm, 1e-5)
     expected = block_fp8.linear(normed, weight)
-    # The fused norm rounds differently, which decides the rounding of values near the midpoint of two e4m3 values.
+    # The fused norm rounds differently, which may change the later rounding to e4m3.
     tolerances = {"rtol": 1e-2, "atol": 1e-2}
     torch.testing.assert_close(
         block_fp8.norm_linear(x, prepare_norm_weight(norm), 1e-5, weight), expected, **tolerances

@@ -1,4 +1,4 @@
-"""Tests the collectives of ranks on a CPU. `collective_checks` has the checks, which run in the ranks' processes."""
+"""Tests collectives on a CPU. Each rank is a process that runs checks of `collective_checks`."""
 
 import multiprocessing
 

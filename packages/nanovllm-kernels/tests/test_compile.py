@@ -1,4 +1,4 @@
-"""Tests that every kernel compiles for Hopper without a GPU, and fits the shared memory of a multiprocessor."""
+"""Tests that kernels compile for Hopper and fit into shared memory. The tests need no GPU."""
 
 import importlib.util
 import itertools
@@ -57,7 +57,7 @@ DRAFT_RING = {"RING_ROWS": 14, "RING_WIDTH": 8256}
 SCAN = {"MIN_TEMPERATURE": 1e-5, "SEGMENT_TOKENS": 16, "SEGMENTS_PER_CHUNK": 256}
 CHOOSE = SCAN | {"MAX_DISTANCE_FROM_MAX": 30.0, "PADDED_CHUNKS": 64, "MAX_CANDIDATE_SEGMENTS": 512, "BLOCK": 8192}
 
-# (module, kernel, warps, argument types other than bf16 pointers and int32, constants)
+# (module, kernel, warps, argument types, constants). The default types are bf16 pointer and int32.
 KERNELS = [
     (
         "elementwise.triton_norm",
@@ -230,7 +230,7 @@ KERNELS = [
 
 
 def compile_kernel(kernel, types, constants, num_warps, num_stages=3, multiples=(), **options):
-    """Compile for Hopper. multiples: names of further arguments that, like strides, are multiples of 16."""
+    """multiples: names of arguments, other than strides, that are multiples of 16."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -253,10 +253,7 @@ def compile_kernel(kernel, types, constants, num_warps, num_stages=3, multiples=
 
 
 def check_conversions(sass):
-    """Assert that each conversion to FP8 merges into a written word, and that no conversion has a constant operand.
-
-    The assembler miscompiles values that it knows to be equal or zero, see `moe.triton_matvec`.
-    """
+    """Assert that ptxas generated no wrong conversions, see `moe.triton_matvec`."""
     written = {"RZ"}
     for line in sass.splitlines():
         assert not re.search(r"E4M3\.UNPACK_B R\d+, (?!-?R)", line), line
@@ -276,7 +273,7 @@ def test_kernel_compiles(module, name, num_warps, types, constants):
 
 
 def test_argument_types_name_arguments_of_kernels():
-    """A type under an outdated name would have no effect: the argument would compile as a bf16 pointer."""
+    """A type with an outdated name would have no effect."""
     import importlib
 
     type_names, argument_names = defaultdict(set), defaultdict(set)
@@ -305,7 +302,6 @@ WORK_LIST = {"tile_first_blocks_ptr": INT64, "tiles_ptr": INT32, "parts_ptr": IN
 
 
 def compile_tile(kernel, types, constants, config):
-    """Compile with the options of a launch, and assert that `config.ctas_per_sm` programs fit on a multiprocessor."""
     options = {"num_stages": config.num_stages, "maxnreg": config.max_registers, "launch_pdl": True}
     compiled = compile_kernel(kernel, types, constants, config.num_warps, **options)
     assert compiled.metadata.shared * config.ctas_per_sm <= SHARED_MEMORY
@@ -314,7 +310,7 @@ def compile_tile(kernel, types, constants, config):
 
 HEAD_DIMS = (64, 80, 128, 256)
 ATTENTION_CASES = [*itertools.product(HEAD_DIMS, (False, True), (BFLOAT,), (BFLOAT, FP8))]
-# Float32 kernels take longest to compile and are rarely used: cover pairs of values, not all combinations.
+# Float32 kernels take longest to compile, so these cases are not all combinations.
 ATTENTION_CASES += [
     (head_dim, (index % 2 == 0) == (cache_type == FLOAT), FLOAT, cache_type)
     for index, head_dim in enumerate(HEAD_DIMS)
@@ -441,7 +437,6 @@ def test_few_row_kernel_loads_weights_before_waiting(num_rows, gated, num_column
     }
     compiled = compile_kernel(triton_few_rows._project_few_rows, {"eps": "fp32"}, constants, config.num_warps)
     ptx = compiled.asm["ptx"]
-    # Loads have sixteen bytes, and weights are loaded before the wait.
     assert "ld.global.v4" in ptx[: ptx.index("griddepcontrol.wait")]
     assert "ld.global.b16" not in ptx
 
@@ -467,7 +462,6 @@ def test_split_kernel_prefetches_weights_before_waiting(num_rows):
     assert compiled.metadata.shared <= SHARED_MEMORY
     ptx = compiled.asm["ptx"]
     assert ("wgmma.mma_async" if config.block_m >= 64 else "mma.sync") in ptx
-    # The weight is prefetched before the wait, and the rows are loaded after it.
     assert "prefetch.global.L2" in ptx[: ptx.index("griddepcontrol.wait")]
     assert "cp.async" in ptx[ptx.index("griddepcontrol.wait") :]
 
@@ -479,7 +473,7 @@ def test_block_fp8_uses_fp8_tensor_cores(num_rows, num_columns, gated):
 
     groups = 32
     config = tiles.block_fp8_config(num_rows, num_columns, groups, gated=gated, may_split=True)
-    # Gated products follow a norm, and the kernel of the norm quantises their inputs.
+    # The kernel of the norm quantises the inputs of gated products.
     fused = num_rows <= tiles.MAX_FUSED_FP8_ROWS and not gated
     constants = {
         "K": groups * 128,
@@ -504,12 +498,10 @@ def test_block_fp8_uses_fp8_tensor_cores(num_rows, num_columns, gated):
     compiled = compile_kernel(triton_block_fp8._project, types, constants, config.num_warps, config.num_stages)
     assert compiled.metadata.shared <= SHARED_MEMORY
     ptx = compiled.asm["ptx"]
-    # e4m3 is not converted to float16 first.
     assert re.search(r"wgmma\.mma_async.*\.e4m3\.e4m3", ptx)
     assert "cvt.rn.f16x2.e4m3x2" not in ptx
     assert "prefetch.global.L2" in ptx[: ptx.index("griddepcontrol.wait")]
     assert "cp.async" in ptx[ptx.index("griddepcontrol.wait") :]
-    # Copies have sixteen bytes.
     assert re.search(r"cp\.async\.cg\.shared\.global \[[^]]*\], \[[^]]*\], 0x10", ptx)
 
 
@@ -564,7 +556,7 @@ def test_work_list_planning_compiles():
 @pytest.mark.parametrize(
     ("head_dim", "group_size", "queries", "page_size", "dtype"),
     [
-        # Covers every pair of values of head_dim, page_size and dtype. Tests on a GPU run more combinations.
+        # Each pair of values of head_dim, page_size and dtype occurs.
         *(
             (64, 1, 1, 16, "BFloat16"),
             (64, 8, 1, 32, "Float16"),
@@ -577,7 +569,6 @@ def test_work_list_planning_compiles():
     ],
 )
 def test_cute_decode_fits_shared_memory(head_dim, group_size, queries, page_size, dtype, tmp_path):
-    """queries: queries per tile, more than 1 with drafts."""
     ptx = compile_cute(head_dim, group_size, queries, page_size, dtype, dtype, tmp_path)
     assert f"mma.sync.aligned.m16n8k16.row.col.f32.{'bf16' if dtype == 'BFloat16' else 'f16'}" in ptx
 
@@ -586,7 +577,6 @@ def test_cute_decode_fits_shared_memory(head_dim, group_size, queries, page_size
 @pytest.mark.parametrize(
     ("head_dim", "group_size", "queries", "page_size", "dtype"),
     [
-        # Covers every pair of values of head_dim, page_size and dtype.
         *((128, 1, 1, 16, "BFloat16"), (128, 8, 1, 64, "Float16"), (128, 4, 2, 16, "BFloat16")),
         *((256, 1, 1, 16, "Float16"), (256, 8, 1, 64, "BFloat16")),
     ],
@@ -614,7 +604,7 @@ def compile_cute(head_dim, group_size, queries, page_size, dtype, cache_type, tm
         page_size,
         *ring,
     )
-    # Shared memory holds rings, barriers, and the statistics and addresses of rows. The system reserves the first KiB.
+    # The system reserves the first KiB of shared memory.
     slot = shape.slot_bytes + shape.scale_bytes + 8
     assert shape.num_warps * (shape.num_stages * slot + 128 + 4) + 256 <= SHARED_MEMORY - 1024
     compiled = cute_decode.compile_decode(shape, f"--gpu-arch sm_90a --keep-ptx --keep-cubin --dump-dir {tmp_path}")
@@ -676,7 +666,7 @@ def test_experts_for_few_tokens_compile(partial, gated, rows, num_groups, top_k,
     kernel = triton_unsorted._gate_up if gated else triton_unsorted._down
     types = ROUTED | ({"weight_ptr": FP8} if quantized else {})
     compiled = compile_kernel(kernel, types, constants, config.num_warps, config.num_stages)
-    # Two programs must fit an SM to hide the latency of loads.
+    # Two programs must fit on an SM to hide the latency of loads.
     assert compiled.metadata.shared * 2 <= SHARED_MEMORY
     ptx = compiled.asm["ptx"]
     assert ("wgmma.mma_async" if config.swapped else "mma.sync") in ptx
@@ -709,13 +699,11 @@ def test_experts_for_one_token_avoid_miscompiled_loads(num_ranks, name, columns,
     types = ROUTED | {"weight_ptr": FP8}
     compiled = compile_kernel(vars(triton_matvec)[name], types, constants, config.num_warps, multiples=("k",))
     ptx = compiled.asm["ptx"]
-    # Loads have sixteen elements.
     assert "ld.global.v4.b32" in ptx
-    # Memory that the previous kernel reads or writes is not accessed before that kernel has ended.
+    # The kernel accesses no global memory before the previous kernel ends.
     assert not re.search(r"(ld|st|prefetch)\.global", ptx[: ptx.index("griddepcontrol.wait")])
-    # The kernel has no exact division, which would contain branches.
     assert "div.rn.f32" not in ptx
-    # No load is masked out at compile time, because the assembler miscompiles known zeros.
+    # ptxas generates wrong code if a load is known to be masked out.
     assert not re.search(r"mov\.pred\s+%p\d+, 0;", ptx)
     # `check_conversions` had conversions to check.
     assert "E4M3.F32.PACK_AB_MERGE_C" in compiled.asm["sass"]
@@ -766,7 +754,7 @@ def test_specialized_experts_do_not_spill(gated, hidden_size, width):
     assert compiled.metadata.shared <= SHARED_MEMORY
     assert "div.rn.f32" not in compiled.asm["ptx"]
     sass = compiled.asm["sass"]
-    # Sums stay in registers. The code has one product per half of the rows. Each store writes sixteen bytes.
+    # The code has one product for each half of the rows.
     assert not re.search(r"\b(STL|LDL)\b", sass)
     assert len(re.findall(r"\bQGMMA\b", sass)) == 2 * kernels.STEP_DEPTH // 32
     assert "UTMALDG" in sass
@@ -786,8 +774,7 @@ def test_specialized_latent_attention_does_not_spill(page_size):
     compiled = compile_kernel(kernels._attend_parts, types, constants, num_warps=4, **options)
     assert compiled.metadata.shared <= SHARED_MEMORY
     sass = compiled.asm["sass"]
-    # Results stay in registers, and each product occurs once in the code. If pages are small, the
-    # copying warp spills some addresses. This warp waits for memory anyway.
+    # With pages of 16 tokens, the copying warp spills some addresses. This warp waits for memory anyway.
     spills = [match.start() for match in re.finditer(r"\b(STL|LDL)\b", sass)]
     assert len(spills) < (64 if page_size == 16 else 1)
     assert "HGMMA" not in sass[min(spills, default=0) : max(spills, default=0)]
@@ -819,7 +806,7 @@ def test_sort_of_pairs_has_barrier_before_counting(partial, single_part):
     sorting = compile_kernel(triton_sort._sort_pairs, ROUTED, sizes | rest, num_warps=8)
     if not single_part:
         assert "atom.global" not in sorting.asm["ptx"]
-    # A barrier separates the counting atomics from the zeros that other threads wrote.
+    # A barrier lies between the stores of zeros and the counting atomics.
     ptx = (sorting if single_part else compile_kernel(counting, ROUTED, sizes, num_warps=8)).asm["ptx"]
     assert ptx.rindex("bar.sync", 0, ptx.index("atom.global")) > ptx.rindex("st.global", 0, ptx.index("atom.global"))
 
@@ -837,15 +824,13 @@ PEER_SIZES = {"RANK": 1, "SIZE": 2, "REGION_BYTES": 1 << 16, "OVERLAP": True}
 
 
 def check_peer_accesses(compiled, access):
-    """Check that each thread sends and receives whole units. access: PTX type of the accesses to peers' buffers."""
+    """access: PTX type of the accesses to buffers of other ranks."""
     ptx, sass = compiled.asm["ptx"], compiled.asm["sass"]
     assert compiled.metadata.shared <= SHARED_MEMORY
     assert f"st.relaxed.sys.global.{access}" in ptx
     assert f"ld.relaxed.sys.global.{access}" in ptx
-    # Units go from memory to registers as a whole. A conversion of layouts would use shared memory.
     assert "STG.E.128.STRONG.SYS" in sass
     assert "LDG.E.128.STRONG.SYS" in sass
-    # Data of the previous kernel, such as the phase, is not read before that kernel has ended.
     before_wait = ptx[: ptx.index("griddepcontrol.wait")]
     assert "st.global" not in before_wait
     assert ".sys." not in before_wait
@@ -887,7 +872,7 @@ def test_two_shot_sum_compiles(size):
     compiled = compile_kernel(gluon_two_shot._all_reduce, PEERS, constants, constants["WARPS"], multiples=multiples)
     check_peer_accesses(compiled, "v4.b32")
     assert "STS" not in compiled.asm["sass"]
-    # With more than two ranks, ptxas spills some addresses, although it may use more registers.
+    # With more than two ranks, ptxas spills some addresses.
     assert size > 2 or not re.search(r"\b(STL|LDL)\b", compiled.asm["sass"])
 
 

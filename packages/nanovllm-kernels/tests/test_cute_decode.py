@@ -1,4 +1,4 @@
-"""Tests the CuTe DSL decode kernel on a GPU against a float64 loop; unfilled slots of the cache hold NaN."""
+"""Tests the CuTe DSL decode kernel on a GPU against a float64 loop."""
 
 import importlib.util
 from dataclasses import replace
@@ -19,7 +19,7 @@ EDGE_LENGTHS = [1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 129, 500, 1000, 2049, 3]
 
 
 def make_decodes(paged_batch, lengths, num_heads, num_kv_heads, head_dim, page_size, dtype=torch.bfloat16):
-    """Make requests of one query. Block tables end with pages that do not exist, which a kernel must not read."""
+    """Block tables contain invalid pages past the end of a request. The kernel must not read these pages."""
     batch = paged_batch(
         [(1, length) for length in lengths],
         num_heads=num_heads,
@@ -72,7 +72,7 @@ def check_tiles(batch, naive_attention):
     assert not workspace.counters.any()
 
 
-# (query_len, seq_len). A request's first queries do not see its last tokens, sometimes a whole slice (16) or page.
+# (query_len, seq_len)
 DRAFTS = [(1, 1), (1, 16), (0, 40), (6, 6), (2, 17), (5, 18), (16, 33), (3, 64), (6, 66), (4, 131), (7, 500), (6, 2049)]
 
 
@@ -107,7 +107,6 @@ def decode(batch, workspace, out):
 
 def check_decode(batch, naive_attention):
     workspace, expected = allocate_workspace_for(batch), naive_attention(batch)
-    # The second run uses the counters that the first run left.
     for _ in range(2):
         out = torch.full(batch.q.shape, torch.nan, dtype=batch.q.dtype, device="cuda")
         decode(batch, workspace, out)

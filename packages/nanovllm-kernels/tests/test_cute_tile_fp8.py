@@ -1,6 +1,6 @@
-"""Tests the CuTe DSL kernel's FP8 tile on a warp simulated in numpy: every register is an array of 32 lanes.
+"""Tests the FP8 tile of the CuTe DSL kernel on a warp simulated in numpy. A register is an array of 32 lanes.
 
-This checks which lane holds which element. The simulated instructions follow PTX's manual.
+Source of the simulated instructions: the manual of PTX.
 """
 
 import importlib.util
@@ -20,7 +20,7 @@ SLOT_ADDRESS, SCALES_ADDRESS = 1024, 0
 
 
 class SimulatedWarp:
-    """Simulates `cute_ptx`; `memory` is the shared memory."""
+    """Simulates `cute_ptx`. memory: bytes of shared memory."""
 
     def __init__(self) -> None:
         self.memory = np.zeros(1 << 15, np.uint8)
@@ -103,7 +103,7 @@ def warp(monkeypatch):
 
 
 def fill_slot(memory, numbers, exponents, head_dim):
-    """Lay out keys and values [2, 16, D] in rows of 128 bytes, with eighths swizzled by XOR with `token % 8`."""
+    """Write keys and values [2, 16, D] and their scales in the layout of the kernel."""
     for key_or_value, token, row_of_token, eighth in np.ndindex(2, 16, head_dim // 128, 8):
         row = (key_or_value * (head_dim // 128) + row_of_token) * 16 + token
         address = SLOT_ADDRESS + row * 128 + (eighth ^ token % 8) * 16
@@ -149,7 +149,7 @@ def test_one_warp_attends_like_float64(warp, head_dim, group):
     for tile in range(head_dim // 8):
         offset, first, second = cute_merge._locate_lane_sums(shape, LANES, LANE_ROW, 0, tile)
         lane_sums[offset], lane_sums[offset + 1] = acc[first], acc[second]
-    # A row's tiles of 8 elements are swizzled by XOR too.
+    # Undo the swizzle of each row's tiles.
     tiles = lane_sums.reshape(8, head_dim // 8, 8)
     lane_sums = np.stack([tiles[row, np.arange(head_dim // 8) ^ row] for row in range(8)]).reshape(8, head_dim)
     totals = row_sum[0].reshape(8, 4).sum(1)

@@ -16,13 +16,12 @@ def ints(*values):
 
 
 def random_tables(generator, alphabet):
-    """Return tokens of a small alphabet, in which matches are frequent, and counts of computed tokens up to MAX_LEN."""
     tokens = torch.randint(0, alphabet, (NUM_ROWS, MAX_LEN), generator=generator, dtype=torch.int32)
     return tokens, torch.randint(0, MAX_LEN + 1, (NUM_ROWS,), generator=generator, dtype=torch.int32)
 
 
 def find_end(known, min_match, max_match):
-    """Return the position at which the last earlier occurrence of the longest repeated suffix ends, or None."""
+    """Find the longest suffix that occurs earlier. Return the end of the suffix's last earlier occurrence, or None."""
     for length in range(max_match, min_match - 1, -1):
         for end in range(len(known) - 2, length - 2, -1):
             if known[end + 1 - length : end + 1] == known[len(known) - length :]:
@@ -78,7 +77,7 @@ def test_proposed_drafts_match_a_loop(is_sampled, alphabet, min_match, more_matc
         ([1, 2, 3, 8, 1, 2, 3, 9, 1, 2, 3], [9, 1, 2, 3, 9]),  # The last of two equally long matches counts.
         ([0, 1, 2, 3, 8, 1, 2, 3, 9, 0, 1, 2, 3], [8, 1, 2, 3, 9]),  # The first match is longer.
         ([7, 7, 7, 7], [7, 7, 7, 7, 7]),  # The occurrences overlap.
-        ([1, 2, 5, 1, 2], None),  # The match has only two tokens.
+        ([1, 2, 5, 1, 2], None),  # The match is shorter than min_match.
     ],
 )
 def test_drafts_follow_the_last_longest_match(known, expected):
@@ -165,7 +164,7 @@ def test_verified_drafts_match_a_loop(query_lens, num_padding_tokens, alphabet, 
 
 
 def test_accepted_drafts_and_one_token_are_committed():
-    # Row 1 has the drafts 5, 6 and 7, and the model samples 5 and 6. Row 0 is full. The last two requests are padding.
+    # Row 1 has the drafts 5, 6 and 7. Row 0 is full. The last two requests are padding.
     tokens, num_computed = ints([3, 1, 2, 9, 9, 9], [8, 4, 5, 6, 7, 9]), ints(5, 1)
     counts = torch.zeros((2, 10), dtype=torch.int32)
     num_new = verify_drafts(
@@ -178,7 +177,6 @@ def test_accepted_drafts_and_one_token_are_committed():
 
 
 def test_drafts_are_proposed_and_accepted_until_text_stops_repeating():
-    # The model repeats the four tokens of the prompt, and ends with 0.
     text = [5, 6, 7, 8] * 3 + [5, 0]
     tokens = torch.zeros((1, 40), dtype=torch.int32)
     tokens[0, :8] = ints(*text[:8])

@@ -17,7 +17,7 @@ from nanovllm_kernels.elementwise import (
 from nanovllm_kernels.platform import computes_rows_in_float32
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-# Half a unit in the last place, and a margin for the float32 arithmetic before the rounding.
+# Half a unit in the last place, with a margin for the float32 arithmetic.
 RELATIVE_TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2**-8 * 1.02, torch.float16: 2**-11 * 1.02}
 
 
@@ -67,7 +67,7 @@ def test_packed_norm_weight_gives_same_result(dtype):
 )
 def test_rope_and_cache_matches_float64(num_tokens, heads, dims, dtype, float32_qkv, with_norm):
     (num_heads, num_kv_heads), (head_dim, rope_dim) = heads, dims
-    # Rows are wider than the heads, because tokens may have any stride.
+    # Tokens may have any stride.
     wide = torch.randn(num_tokens, num_heads + 2 * num_kv_heads + 1, head_dim)
     wide = wide if float32_qkv else wide.to(dtype)
     qkv = wide[:, :-1]
@@ -82,7 +82,7 @@ def test_rope_and_cache_matches_float64(num_tokens, heads, dims, dtype, float32_
 
     if norm is not None:
         q, k = normed(q, norm.q_weight, norm.eps), normed(k, norm.k_weight, norm.eps)
-    # The norm rounds both terms of the rotation. If the terms cancel, only atol covers the rounding error.
+    # The two terms of a rotation may cancel. Only atol covers their rounding errors then.
     tolerances = {"rtol": 2 * RELATIVE_TOLERANCE[dtype], "atol": 8 * RELATIVE_TOLERANCE[dtype] if with_norm else 1e-6}
     stays_float32 = computes_rows_in_float32(num_tokens) and float32_qkv and dtype == torch.bfloat16
     assert out.dtype == (torch.float32 if stays_float32 else dtype)
@@ -101,11 +101,11 @@ def test_fp8_rounds_to_nearest(dtype):
     x[:, 0] = sizes[:, 0].to(dtype)
     numbers, exponents = fp8.quantize(x)
     found = fp8.dequantize(numbers, exponents, torch.float32).double()
-    # e4m3 has three mantissa bits. Values far below the head's largest value have steps of 2^-9 times the scale.
+    # Half a step of e4m3 is relative for normal numbers and absolute for subnormal numbers.
     half_steps = torch.maximum(x.double().abs() * 2**-4, (exponents.double() - 127).exp2().unsqueeze(-1) * 2**-10)
     assert ((found - x.double()).abs() <= half_steps).all()
+    # The values of the first row are too small even for the smallest scale.
     max_magnitudes = numbers[1:].float().abs().amax(-1)
-    # `max_magnitudes` leaves out the first row, whose values are too small even for the smallest scale.
     assert ((max_magnitudes >= 224) & (max_magnitudes <= 448)).all()
     assert torch.equal(fp8.dequantize(numbers, exponents, torch.bfloat16).double(), found)
 

@@ -1,5 +1,3 @@
-"""Tests linear layers: packed and unpacked weights give the same results."""
-
 import pytest
 import torch
 from torch.nn import functional
@@ -143,7 +141,7 @@ def test_few_rows_use_panels_beside_a_onednn_weight():
     few = torch.cat([linear(x[i : i + 1], packed, None, residual[i : i + 1].clone()) for i in range(9)])
     product = x.double() @ weight.double().T
     exact = product + residual
-    # The kernel rounds once or twice. The first rounding, of the product, may be large relative to the sum.
+    # The kernel may round both the product and the sum.
     for found in (few, many):
         assert ((found - exact).abs() <= 2**-8 * (product.abs() + exact.abs()) + 1e-5).all()
     for num_rows in (1, 9):
@@ -214,7 +212,7 @@ def test_unpacked_weight_is_multiplied_in_float32_without_bf16_units():
 @pytest.mark.parametrize("num_rows", [1, 9])
 def test_float32_residual_keeps_its_precision(num_rows, x_dtype):
     weight = (torch.randn(40, 64) * 0.02).to(torch.bfloat16)
-    # The residual is so large that a bf16 sum would lose the product completely.
+    # A bf16 sum with this large residual would lose the product.
     x, residual = torch.randn(num_rows, 64).to(x_dtype), torch.randn(num_rows, 40) + 1000
     expected = x.double() @ weight.double().T
     for form in (weight, pack_linear(weight)):
@@ -239,7 +237,6 @@ def test_largest_logits_of_float32_rows_are_float32_exact(num_rows):
 @pytest.mark.parametrize("num_rows", [2, 7])
 def test_logits_differ_where_bf16_would_tie(num_rows, dtype, device):
     table = torch.randn(300, 64, device=device).to(dtype)
-    # Two rows are so similar that their products differ by less than a step of bf16.
     table[7] = table[200]
     table[7, 0] += 0.25
     x = torch.randn(num_rows, 64, device=device).to(dtype)

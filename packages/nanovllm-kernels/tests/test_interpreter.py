@@ -1,7 +1,6 @@
-"""Tests the Triton kernels' own source under Triton's interpreter on the CPU.
+"""Tests the Triton kernels under Triton's interpreter on the CPU.
 
-Separate processes run the tests in `kernels/`, because an environment variable selects the interpreter when triton is
-imported. `conftest` starts these processes before the first test.
+Triton selects the interpreter on import. Separate processes, which `conftest` starts, therefore run the tests.
 """
 
 import pytest

@@ -10,7 +10,7 @@ from nanovllm_kernels.linear_attention import CHECKPOINT_INTERVAL, copy_states, 
 
 
 def recur(case):
-    """Process token by token. Returns: results, states by slot, convolution inputs by slot and position."""
+    """Return results, states by slot, and convolution inputs by slot and position."""
     _, num_v_heads, v_dim, k_dim = case.recurrent.shape
     width, channels = case.conv.shape[1:]
     num_k_heads = (channels - num_v_heads * v_dim) // (2 * k_dim)

@@ -15,7 +15,6 @@ SETTINGS = TraceSettings(
 
 @pytest.mark.parametrize("seed", range(10))
 def test_drafts_change_no_bit_of_states_and_results(seed):
-    """All seeds together have 10,000 traces of 11 steps each."""
     state_dtype = torch.float32 if seed % 2 == 0 else torch.bfloat16
     traces = DraftTraces(replace(SETTINGS, state_dtype=state_dtype), seed)
     num_drafts, num_accepted, num_restarts = traces.run()

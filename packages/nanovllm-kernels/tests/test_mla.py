@@ -1,4 +1,4 @@
-"""Tests latent attention in plain torch, and its cache write, against float64 loops."""
+"""Tests latent attention and cache writes in plain torch against float64 loops."""
 
 from dataclasses import replace
 
@@ -79,7 +79,7 @@ def test_float32_queries_work_with_bf16_weights(latent_batch, naive_latent_atten
 def test_latent_rope_and_cache_matches_float64(dtype, is_fp8, latent_dim, rope_dim):
     num_tokens, num_heads, key_dim, page_size = 7, 3, 24, 16
     q = torch.randn(num_tokens, num_heads, key_dim + rope_dim).to(dtype)
-    # Rows are wider than needed, because tokens may have any stride.
+    # Tokens may have any stride.
     latents = torch.randn(num_tokens, latent_dim + rope_dim + 8).to(dtype)[:, : latent_dim + rope_dim]
     weight = torch.randn(latent_dim).to(dtype)
     cos_sin, positions = torch.randn(50, rope_dim), torch.randint(0, 50, (num_tokens,))
@@ -108,6 +108,6 @@ def test_latent_rope_and_cache_matches_float64(dtype, is_fp8, latent_dim, rope_d
     assert (cached[is_unwritten].float() == 7).all()
     if kv_scales is not None:
         cached = fp8.dequantize(cached, kv_scales.view(-1), torch.float32)
-        # Rounding to e4m3 has a relative error of at most 1/16, and an absolute error of half the smallest step.
+        # The tolerance covers rounding to e4m3.
         tolerance = {"rtol": 2**-4, "atol": float(expected.abs().max()) * 2**-16}
     torch.testing.assert_close(cached[slots].double(), expected, **tolerance)

@@ -114,7 +114,7 @@ def test_fused_experts_match_float64(num_tokens, num_experts, sizes, dtype, floa
 
 
 def quantized_experts(num_experts: int, hidden_size: int, width: int) -> tuple[PackedExperts, Tensor, Tensor]:
-    """Return quantised random experts, and the weights to which they were rounded."""
+    """Return random quantised experts and their dequantised weights."""
     w13, scales13, w2, scales2, plain13, plain2 = [], [], [], [], [], []
     for _ in range(num_experts):
         halves = [block_fp8.quantize_blocks(torch.randn(width, hidden_size) * 0.2) for _ in range(2)]
@@ -159,7 +159,6 @@ def test_block_fp8_experts_match_float64(hidden_size, width):
     seed=st.integers(0, 1 << 20),
 )
 def test_results_of_ranks_add_up(num_tokens, num_experts, num_ranks, dtype, residual, seed):
-    """Some ranks have one expert, and some ranks have experts that no token chooses."""
     torch.manual_seed(seed)
     if dtype == fp8.DTYPE:
         w13, w2, scales13, scales2, *_ = quantized_experts(num_experts, 130, 40)[0]
@@ -206,7 +205,6 @@ def test_a_rank_without_experts_is_rejected():
 @pytest.mark.parametrize("num_tokens", [1, 8, 9, 32, 33, 511, 512, 4096])
 @pytest.mark.parametrize("quantized", [False, True])
 def test_each_rank_chooses_the_kernel_of_all_experts(num_tokens, quantized, monkeypatch):
-    """The kernel and its tile depend on the average number of rows per expert, which is the same on every rank."""
     hopper = DeviceInfo("Hopper", (9, 0), total_memory=0, num_sms=132, has_triton=True)
     monkeypatch.setattr(policy, "describe_device", lambda _: hopper)
     device, scales = torch.device("cuda"), torch.empty(1) if quantized else None
@@ -221,7 +219,6 @@ def test_each_rank_chooses_the_kernel_of_all_experts(num_tokens, quantized, monk
 @pytest.mark.parametrize("shared", ["none", "gated"])
 @pytest.mark.parametrize("first_id", [0, 2])
 def test_compiled_experts_match_eager_experts(first_id, shared):
-    """The rank has all 7 experts, or only the last 5."""
     w13, w2, bias = torch.randn(7, 32, 16), torch.randn(7, 16, 16), torch.randn(6)
     routing = Routing(2, "sigmoid", num_groups=2, top_groups=1, shared=shared)
 
@@ -256,7 +253,7 @@ def test_norm_parts_matches_two_norms(dtype):
 @pytest.mark.parametrize(("num_pairs", "num_experts"), [(1, 1), (7, 128), (600, 8), (4096, 256), (9, 3)])
 def test_max_tiles_covers_the_worst_case(num_pairs, num_experts):
     for block_m in (16, 128):
-        # One expert has all pairs except one pair for each other expert.
+        # In the worst case, each other expert has one pair.
         others = min(num_experts - 1, num_pairs - 1)
         worst = others + -(-(num_pairs - others) // block_m)
         even = num_experts * -(-(num_pairs // num_experts) // block_m)

@@ -10,7 +10,7 @@ import pytest
 
 from nanovllm_kernels import openmp_spinning
 
-# A separate process, because OpenMP reads its environment once. CPU time used while the process sleeps is spin time.
+# OpenMP reads its environment once, so each measurement needs a process. CPU time during a sleep is spin time.
 MEASURE = """
 import time, torch
 from nanovllm_kernels.openmp_spinning import ShortSpins, can_shorten_spins
@@ -34,7 +34,6 @@ after = spun()
 # Other busy processes make some measurements of long spins too short, and some of short spins too long.
 print(before[-1], during[10], after[-1], before[10], after[10])
 """
-# This program starts one busy process per core, and is idle itself.
 WATCH = """
 import subprocess, sys, time
 from nanovllm_kernels.openmp_spinning import SpinControl
@@ -89,7 +88,7 @@ def test_wait_policy_of_the_user_is_kept(name, value):
 
 @pytest.fixture
 def control(monkeypatch):
-    """Return a `SpinControl` that takes no samples, for two threads on two cores, and the list of its changes."""
+    """Return a `SpinControl` that takes no samples, and the list of its changes."""
     changes = []
 
     class Recorded:
@@ -134,7 +133,7 @@ def test_use_of_the_cores_is_watched_without_any_step(control, monkeypatch):
     is_over = threading.Event()
 
     def samples():
-        # Time, and seconds that other processes have used: a tenth of a core, then nearly a whole core, then nothing.
+        # (time, CPU time of other processes) in seconds
         yield from [(0.0, 0.0), (0.5, 0.05), (1.0, 0.5), (1.5, 0.95), (2.0, 0.95)]
         is_over.set()
         yield from ((float(second), 0.95) for second in itertools.count(3))
@@ -148,7 +147,6 @@ def test_use_of_the_cores_is_watched_without_any_step(control, monkeypatch):
 
 @needs_openmp
 def test_spins_become_short_soon_after_other_processes_begin():
-    """Spins become short even before the first step. Otherwise each barrier of the first request would be slow."""
     code = WATCH.replace("NUM_BUSY_PROCESSES", str(len(os.sched_getaffinity(0))))
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 

@@ -1,5 +1,3 @@
-"""Tests the description of this machine, and that importing the package imports no kernel language."""
-
 import os
 import platform
 import subprocess

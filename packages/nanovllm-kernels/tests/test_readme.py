@@ -1,5 +1,3 @@
-"""Tests that the README's example runs as printed."""
-
 import re
 from pathlib import Path
 
@@ -13,5 +11,5 @@ def test_readme_example_runs():
     try:
         exec(compile(example, str(README), "exec"), {})
     finally:
-        # Reset to None, not to the previous device: with any default device, every torch call goes through Python.
+        # With any default device other than None, every torch call goes through Python.
         torch.set_default_device(None)

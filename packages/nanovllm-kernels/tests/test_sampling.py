@@ -23,7 +23,6 @@ from nanovllm_kernels.sampling import (
 
 
 def draw(logits, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seeds=None, positions=None):
-    """Sample with the same settings in each row, or with settings given per row."""
     num_rows = logits.shape[0]
 
     def by_row(value, dtype):
@@ -45,13 +44,12 @@ def draw(logits, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seeds=None, 
 
 
 def kept_naively(logits, top_k, top_p, min_p):
-    """Return the ids that the filters keep by definition."""
     is_kept = torch.ones_like(logits, dtype=torch.bool)
     if top_k:
         is_kept = logits >= logits.sort(descending=True).values[min(top_k, len(logits)) - 1]
     p = logits.double().masked_fill(~is_kept, -math.inf).softmax(-1)
     if top_p < 1:
-        # The margin of 1e-9 covers rounding of sums that equal top_p. No other sum is this close to top_p.
+        # The margin covers rounding of sums that equal top_p.
         enough = [t for t in p.unique().tolist() if p[p >= t].sum() >= top_p - 1e-9]
         is_kept &= p >= max(enough)
     is_kept &= p >= min_p * p.max() * (1 - 1e-6)
@@ -72,7 +70,6 @@ def test_filters_match_their_definition(seed, vocab_size, top_k, top_p, min_p, c
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(vocab_size, generator=generator) * 2
     if coarse:
-        # Rounded logits have many ties.
         logits = logits.round()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sampling_reference, "NUM_FIRST_CANDIDATES", num_first)
@@ -116,7 +113,7 @@ def test_only_remaining_token_is_always_drawn():
 )
 @pytest.mark.parametrize("varied", ["seeds", "positions"])
 def test_draws_follow_the_distribution(settings, varied):
-    """Use Pearson's chi-square test with fixed seeds. The bound is far above the values that chance gives."""
+    """The bound of Pearson's chi-square test is far above the values that chance gives."""
     num_draws = 4000 if settings.keys() & {"top_k", "top_p", "min_p"} else 40000
     row = torch.tensor([2.0, 1.5, 1.0, 0.5, 0.0, -0.5, -1.0, -2.0])
     scaled = row / settings.get("temperature", 1.0)
@@ -309,6 +306,6 @@ def test_ranks_match_sorted_order():
     found = compute_ranks(logits, tokens)
     order = logits.argsort(-1, descending=True).tolist()
     assert found.tolist()[:3] == [order[row].index(token) + 1 for row, token in enumerate(tokens.tolist()[:3])]
-    # Tokens with equal logits all have the rank of the last of them.
+    # Tokens with equal logits have the rank of the last such token.
     assert found.tolist()[2:] == [1, 100]
     assert found.dtype == torch.int32

@@ -12,14 +12,12 @@ from nanovllm_kernels.collective.symmetric_memory import RenumberingStore
 
 @pytest.fixture
 def group_store(tmp_path) -> dist.Store:
-    """Return a store like the store of a group of ranks."""
     return dist.PrefixStore("group", dist.FileStore(str(tmp_path / "store"), 2))
 
 
 def test_ranks_with_different_numbers_of_earlier_exchanges_find_each_other(group_store):
     stores = [RenumberingStore(group_store, rank) for rank in range(2)]
     for rank0_exchanges, rank1_exchanges in ((5, 0), (7, 1)):
-        # These are the numbers of exchanges that the ranks did before, in all groups.
         stores[0].set(f"CUDA/{rank0_exchanges}/0", b"\xff\x00 of rank 0")
         stores[1].set(f"CUDA/{rank1_exchanges}/1", b"\xfe\x00 of rank 1")
         stores[0].wait([f"CUDA/{rank0_exchanges}/1"])
@@ -41,7 +39,6 @@ def test_other_threads_run_while_a_rank_waits(group_store):
     waiting_store, setting_store = (RenumberingStore(group_store, rank) for rank in range(2))
     timer = threading.Timer(0.2, setting_store.set, ("CUDA/0/1", b"late"))
     timer.start()
-    # If `wait` blocked the timer's thread, `wait` would end with the timeout.
     waiting_store.wait(["CUDA/3/1"], timedelta(seconds=30))
     assert waiting_store.get("CUDA/3/1") == b"late"
     timer.join()

@@ -1,5 +1,3 @@
-"""Fixtures: tiny config.json files, the default model, and a minimal loop that runs a model."""
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -36,10 +34,7 @@ TINY = {
 
 
 class Session:
-    """One model with one paged cache. Blocks are allocated in descending order: code that expects another order fails.
-
-    saves: maps a request's index to the position at which its state is saved.
-    """
+    """One model with one paged cache. saves: the position at which each request's state is saved."""
 
     def __init__(
         self,
@@ -72,13 +67,13 @@ class Session:
 
     @torch.inference_mode()
     def step(self, tokens: list[list[int]]) -> list[Tensor]:
-        """Run the model on each request's new tokens. Returns logits by request. One-token requests must come first."""
+        """Return the logits of each request's new tokens. Requests with one token must come first."""
         hidden, *_ = self._forward(tokens)
         return list(self.model.compute_logits(hidden).split([len(new_tokens) for new_tokens in tokens]))
 
     @torch.inference_mode()
     def predict(self, tokens: list[list[int]], next_tokens: list[list[int]]) -> list[tuple[Tensor, Tensor]]:
-        """Run the model on new tokens, then the MTP head on `next_tokens`. Returns MTP states and logits by request."""
+        """Return states and logits of the MTP head for each request. next_tokens: input tokens of the head."""
         hidden, positions, ctx = self._forward(tokens)
         head = self.model.mtp_head()
         ids = torch.tensor([token for request in next_tokens for token in request], dtype=torch.int32)
@@ -87,7 +82,6 @@ class Session:
         return list(zip(hidden.split(counts), head.compute_logits(hidden).split(counts), strict=True))
 
     def _forward(self, tokens: list[list[int]]) -> tuple[Tensor, Tensor, ForwardContext]:
-        """Run the model on each request's new tokens. Returns hidden states, positions and the batch."""
         while len(self._lengths) < len(tokens):
             self._blocks.append([])
             self._lengths.append(0)
@@ -137,7 +131,6 @@ class Session:
         )
 
     def rewind(self, request: int) -> None:
-        """Rewind `request` to the position at which its state was saved."""
         length = self.saves[request]
         self._lengths[request] = length
         num_kept_blocks = -(-length // BLOCK_SIZE)
@@ -155,7 +148,7 @@ def session_class() -> type[Session]:
 
 @pytest.fixture
 def write_config(tmp_path: Path) -> Callable[..., Path]:
-    """A function that writes a tiny config.json with changed fields and returns its directory. None removes a field."""
+    """Return a function that writes config.json and returns its directory. A change to None removes a field."""
 
     def write(**changes: object) -> Path:
         fields = {name: value for name, value in (TINY | changes).items() if value is not None}
@@ -167,7 +160,6 @@ def write_config(tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.fixture(scope="session")
 def default_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of the default model, converted once for all tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NANOVLLM_CACHE", str(tmp_path_factory.mktemp("cache")))
         return nanovllm_models.default_model_path(show_progress=False)

@@ -1,5 +1,3 @@
-"""Detection of chat formats."""
-
 import json
 
 import pytest
@@ -36,11 +34,10 @@ LLAMA_3 = "{{- '{\"name\": \"' + tool_call.name + '\", ' }}{{- '\"parameters\": 
         (QWEN3.replace("think", "thought"), ChatFormat(None, HERMES)),
         (CODER, ChatFormat(None, QWEN3_CODER)),
         (CODER + "<think>\n</think>", ChatFormat(THINK, QWEN3_CODER)),
-        # This template contains the markers of hermes and of qwen3_coder.
         (QWEN3 + CODER, ChatFormat(THINK, QWEN3_CODER)),
         (MINIMAX, ChatFormat(THINK, MINIMAX_M2)),
         (R1, ChatFormat(THINK, DEEPSEEK_R1)),
-        # DeepSeek-V3.1 has the same tags without code fences, which is not a known format.
+        # DeepSeek-V3.1 has the same tags without code fences.
         (R1.replace("```json", ""), ChatFormat(THINK, None)),
         (LLAMA_3, ChatFormat(None, LLAMA)),
         (LLAMA_3 + "</think>", ChatFormat(THINK, LLAMA)),

@@ -1,5 +1,3 @@
-"""DeepSeek-V3: multi-token prediction, FP8 checkpoints and invalid configs."""
-
 import json
 from pathlib import Path
 
@@ -22,7 +20,6 @@ TINY = COMMON | FAMILIES["deepseek_v3"][1]
 
 
 def add_mtp_layer(path: Path) -> dict[str, torch.Tensor]:
-    """Add a layer for multi-token prediction to the checkpoint in `path`; returns the layer's tensors."""
     file = path / "model.safetensors"
     tensors = load_file(file)
     layer = {
@@ -102,7 +99,7 @@ def round_input(_module: torch.nn.Module, inputs: tuple[torch.Tensor]) -> tuple[
 
 
 def test_block_fp8_checkpoints_give_the_logits_of_the_rounded_twin(tmp_path, session_class):
-    """The twin rounds the inputs of linear layers, except kv_b_proj: our model dequantises the weight of kv_b_proj."""
+    """The twin does not round the inputs of kv_b_proj, because our model dequantises this weight."""
     torch.manual_seed(0)
     config = transformers.DeepseekV3Config(**TINY | {"first_k_dense_replace": 3, "initializer_range": 0.1})
     model = transformers.DeepseekV3ForCausalLM(config).eval()
@@ -126,7 +123,7 @@ def test_block_fp8_checkpoints_give_the_logits_of_the_rounded_twin(tmp_path, ses
 
 
 def test_experts_of_block_fp8_checkpoints_give_nearly_the_logits_of_the_twin(tmp_path, session_class):
-    """The twin's experts do not round their inputs, so the logits are only similar."""
+    """The twin does not round the inputs of linear layers, so the logits are only similar."""
     torch.manual_seed(0)
     config = transformers.DeepseekV3Config(**TINY | {"initializer_range": 0.1})
     model = transformers.DeepseekV3ForCausalLM(config).eval()
@@ -182,7 +179,6 @@ def test_blocks_that_split_rotated_rows_are_refused(tmp_path, session_class):
 
 
 def test_a_config_with_published_head_sizes_runs_with_random_weights(tmp_path, session_class):
-    """The model is smaller than DeepSeek-V3, but FP8 blocks cut heads at the same positions."""
     scaling = {name: value for name, value in DEEPSEEK_YARN.items() if name not in ("rope_type", "rope_theta")}
     fields = TINY | {
         "architectures": ["DeepseekV3ForCausalLM"],

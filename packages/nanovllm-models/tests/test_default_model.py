@@ -1,5 +1,3 @@
-"""The default model: the converted files, and the cache directory."""
-
 import json
 import logging
 import threading
@@ -23,8 +21,6 @@ def tokenizer(default_model):
 
 
 class FakeConversion:
-    """Replaces the conversion: writes two small files slowly. fails: whether to fail after the first file."""
-
     def __init__(self):
         self.calls = 0
         self.fails = False

@@ -1,7 +1,6 @@
-"""Block FP8 checkpoints, compared with float32 twins: models of transformers with the same weights.
+"""Tests block FP8 checkpoints against float32 twins: models of transformers with the same weights.
 
-A quantised linear rounds its input to e4m3; hooks round the inputs of the twin. The twin sums in another order, which
-changes a rounding about once in tens of tokens. The tests use many short prompts: most are then unaffected.
+The twin sums in another order, which may change a rounding to e4m3. Most of the many short prompts are unaffected.
 """
 
 import json
@@ -22,7 +21,7 @@ from nanovllm_models import llama
 PROMPTS = [[5, 17, 3, 88, 41, 2, 60], list(range(40))]
 SHORT_PROMPTS = [[first, 95 - 2 * first, 40 + first] for first in range(32)]
 FAMILIES = {
-    # No width is a multiple of 128, and no part of a fused projection ends with a block (96, 48, 48 rows; 150, 150).
+    # No width is a multiple of 128.
     "llama": ("Llama", {"hidden_size": 96, "intermediate_size": 150, "num_key_value_heads": 2, "mlp_bias": True}),
     "qwen2": ("Qwen2", {"hidden_size": 64, "intermediate_size": 256, "num_key_value_heads": 2}),
     "qwen3": ("Qwen3", {"hidden_size": 160, "intermediate_size": 300, "num_key_value_heads": 2, "head_dim": 32}),
@@ -75,7 +74,7 @@ def test_logits_are_those_of_the_float32_twin(family, tmp_path, session_class):
     found = torch.stack(ours.step(SHORT_PROMPTS))
     errors = (found - expected).norm(dim=(1, 2)) / expected.norm(dim=(1, 2))
     assert errors.quantile(0.75) < 1e-5
-    # Rounding to e4m3 has a relative error of about 1/40 (root mean square). Three layers round seven inputs each.
+    # Rounding to e4m3 has a relative error of about 1/40. The three layers round 21 inputs.
     bound = 21**0.5 / 40
     assert errors.max() < bound
     assert 2**-8 < (found - plain).norm() / plain.norm() < bound

@@ -1,4 +1,4 @@
-"""Models of the Hugging Face Hub. Environment variables direct the client to a hub on a loopback address."""
+"""Tests `find_model` with a hub on a loopback address."""
 
 import os
 import pty
@@ -57,7 +57,6 @@ def hub(tmp_path: Path) -> Generator[LoopbackHub]:
 
 
 def run_find_model(hub: LoopbackHub, *arguments: str, **environment: str) -> str:
-    """Return the printed result or ModelError of `find_model`, run in a new process with `environment`."""
     done = subprocess.run(
         [sys.executable, "-c", FIND, *arguments],
         env=hub.environment | environment,

@@ -1,5 +1,3 @@
-"""The lower bound on the number of tokens of a text."""
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,7 +8,7 @@ from nanovllm_models.token_bytes import BYTE_BY_CHARACTER
 
 
 def make_backend(normalizer=None, missing=(), **added_token_options):
-    """Return a byte-level tokenizer: a token for each byte that is not in `missing`, and a few merged tokens."""
+    """Return a byte-level tokenizer. missing: bytes without a token."""
     names = [name for name, byte in BYTE_BY_CHARACTER.items() if byte not in missing]
     merges = [("a", "b"), ("ab", "ab"), ("abab", "abab")]
     vocabulary = {name: index for index, name in enumerate([*names, *map("".join, merges)])}

@@ -1,5 +1,3 @@
-"""Llama: tensors that a checkpoint may have in addition, and the fields of the spec."""
-
 import json
 import pickle
 

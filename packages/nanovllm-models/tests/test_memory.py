@@ -1,4 +1,4 @@
-"""Loading a checkpoint takes memory for the model and one weight file. A separate process measures this."""
+"""Tests that loading a checkpoint takes memory for the model and one weight file."""
 
 import json
 import subprocess
@@ -27,7 +27,7 @@ CONFIG = {
     "torch_dtype": "bfloat16",
     "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]},
 }
-# Bytes that the loader may use in addition to the model and the mapped file.
+# Bytes that loading may take in addition to the model and one file.
 SLACK = 24 << 20
 LOAD = """
 import sys
@@ -51,7 +51,7 @@ print(memory("VmHWM") - before, memory("VmRSS") - before)
 
 
 def write_large_checkpoint(path: Path) -> tuple[int, int]:
-    """Write a sharded checkpoint of zeros; returns the sizes of the model and of the largest shard, in bytes."""
+    """Return the sizes of the model and of the largest file in bytes."""
     (path / "config.json").write_text(json.dumps(CONFIG))
     build = BuildContext(torch.device("cpu"), torch.float16, ParallelContext())
     module = llama.LlamaForCausalLM(llama.parse_config(read_fields(path / "config.json")), build)
@@ -75,7 +75,7 @@ def write_large_checkpoint(path: Path) -> tuple[int, int]:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_loading_needs_memory_for_the_model_and_one_file(tmp_path):
     model_bytes, shard_bytes = write_large_checkpoint(tmp_path)
-    # With a smaller model, a second copy in memory would pass the test.
+    # Otherwise a second copy of the model in memory would pass the test.
     assert model_bytes > 2 * (shard_bytes + SLACK)
     command = [sys.executable, "-c", LOAD, str(tmp_path)]
     output = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)

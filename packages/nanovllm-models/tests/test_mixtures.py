@@ -54,8 +54,6 @@ def round_input(_module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> t
 
 
 class RoundingExperts(torch.nn.Module):
-    """Experts of transformers that round the inputs of their linears."""
-
     def __init__(self, plain: torch.nn.Module):
         super().__init__()
         self.plain = plain
@@ -91,7 +89,7 @@ def test_fp8_checkpoints_give_the_logits_of_their_float32_twin(family, changes, 
     with torch.no_grad():
         expected = twin(torch.tensor(prompts)).logits
     errors = (torch.stack(ours.step(prompts)) - expected).norm(dim=(1, 2)) / expected.norm(dim=(1, 2))
-    # The order of a sum may decide a rounding, which may change the chosen experts.
+    # Another order of a sum may change a rounding, which may change the chosen experts.
     assert errors.quantile(0.6) < 1e-4
     assert errors.max() < 0.5
 

@@ -61,8 +61,8 @@ def test_modules_that_minimax_m2_turns_off_are_not_declared(tmp_path, session_cl
     assert "multi-token" not in caplog.text
 
 
-# Names in checkpoints: embedding norm, hidden-state norm, result norm, projection, decoder layer, output head. The last
-# item is the index of a decoder layer of the same kind.
+# Names in checkpoints: embedding norm, hidden-state norm, result norm, projection, decoder layer, output head.
+# The last item is the index of a decoder layer of the same kind.
 HEADS = {
     "deepseek_v3": ("enorm", "hnorm", "shared_head.norm", "eh_proj", "", "model.layers.3.shared_head.head", 2),
     "qwen3_next": ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm", "fc", "layers.0.", "lm_head", 3),
@@ -82,7 +82,7 @@ class HeadOracle:
         self._output_head = tensors[f"{output_head}.weight"]
         self._model = model.model
         self._replaced_layer_index = replaced_layer_index
-        # transformers can't load a head: `write_layer` stores the head's layer in place of a decoder layer.
+        # transformers can't load a head, so `write_layer` replaces a decoder layer by the head's layer.
         self._layer_tensors = {
             name.removeprefix(prefix + layer_prefix): tensor
             for name, tensor in tensors.items()
@@ -90,16 +90,12 @@ class HeadOracle:
         }
 
     def write_layer(self, path: Path, tensors: dict[str, Tensor]) -> None:
-        """Replace a decoder layer of the checkpoint `tensors` by the head's layer, and write the result to `path`."""
         prefix = f"model.layers.{self._replaced_layer_index}."
         layer = {name: self._layer_tensors[name.removeprefix(prefix)] for name in tensors if name.startswith(prefix)}
         save_file({name: tensor.contiguous() for name, tensor in (tensors | layer).items()}, path)
 
     def predict(self, layers, tokens: list[int]) -> tuple[Tensor, Tensor]:
-        """Return the head's hidden states and logits for each of `tokens` except the first.
-
-        layers: decoder layers of the checkpoint that `write_layer` wrote.
-        """
+        """Return the head's hidden states and logits for each of `tokens` except the first."""
         ids, eps = torch.tensor([tokens]), self._model.config.rms_norm_eps
         hidden = self._model(ids[:, :-1]).last_hidden_state[0]
         size = (hidden.shape[1],)

@@ -1,4 +1,4 @@
-"""Tests of every family on tiny random checkpoints, mostly comparisons with transformers."""
+"""Every model family with tiny random checkpoints."""
 
 import json
 
@@ -11,7 +11,7 @@ import nanovllm_models
 from nanovllm_core.layers import compilation
 from nanovllm_models import deepseek_v3, llama, qwen3_next
 
-# For Qwen3-Next, transformers adds the terms of the recurrence in another order than our chunks.
+# transformers adds the terms of Qwen3-Next's recurrence in another order.
 TOLERANCES = dict.fromkeys(FAMILIES, 1e-4) | {"qwen3_next": 2e-4}
 LLAMA3 = {
     "rope_type": "llama3",
@@ -25,7 +25,6 @@ YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_p
 WIDE = {"head_dim": 16}
 TIED = {"tie_word_embeddings": True}
 DENSE = {"first_k_dense_replace": 3}
-# Changes of the family's tiny config, by family and name of the variant.
 VARIANTS = {
     "llama": {
         "gqa": {},
@@ -78,7 +77,6 @@ VARIANTS = {
             "mlp_only_layers": [0, 3],
             "norm_topk_prob": False,
             "linear_conv_kernel_dim": 2,
-            # This width differs from the routed experts: the shared expert runs separately.
             "shared_expert_intermediate_size": 24,
         },
         "every second layer has experts": {
@@ -112,7 +110,7 @@ VARIANTS = {
 
 @pytest.mark.parametrize(
     ("family", "variant"),
-    # Six layers of Qwen3-Next amplify one rounding of the embeddings to 1e-3, which exceeds the tolerance.
+    # Six layers of Qwen3-Next amplify rounding errors beyond the tolerance.
     [(family, name) for family in VARIANTS for name in VARIANTS[family] if name != "six layers"],
 )
 def test_same_logits_and_tokens_as_transformers(family, variant, tmp_path, session_class):
@@ -207,7 +205,7 @@ def test_configs_of_transformers_4_and_5_are_equivalent(family, rope, type_field
     ("family", "variant", "min_similarity", "share"),
     [
         ("llama", "gqa, tied", 0.99, 1),
-        # In bfloat16, some tokens choose other experts: only a share of the tokens must pass.
+        # In bfloat16, some tokens choose other experts.
         ("qwen3_moe", "wide heads", 0.99, 0.85),
         ("minimax_m2", "whole heads", 0.99, 0.85),
         ("qwen3_next", "as published", 0.98, 0.8),

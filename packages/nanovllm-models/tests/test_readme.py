@@ -1,5 +1,3 @@
-"""The program in the README runs as printed, with the real engine."""
-
 import os
 import re
 import subprocess

@@ -150,7 +150,7 @@ def test_the_fingerprint_changes_with_the_config_and_the_weights(write_config):
     save_file({"x": torch.zeros(2)}, path / "model.safetensors")
     fingerprint = nanovllm_models.load(path).fingerprint
     assert fingerprint == nanovllm_models.load(path, served_name="other").fingerprint
-    # Copies on other hosts have other modification times, which must not matter.
+    # Copies on other hosts have other modification times.
     os.utime(path / "model.safetensors", ns=(1, 1))
     assert fingerprint == nanovllm_models.load(path).fingerprint
     save_file({"x": torch.ones(2)}, path / "model.safetensors")

@@ -49,7 +49,6 @@ OVERLAPPING = special("<a>", "<a><b>", "b><", "<|im", "<|im_start|>", "|>", "\n\
 
 
 def train_backend(pre_tokenizer, added, *, normalizer=None, **options) -> tokenizers.Tokenizer:
-    """Return a byte-level BPE with a few merges."""
     backend = tokenizers.Tokenizer(models.BPE(**options))
     backend.normalizer, backend.pre_tokenizer = normalizer, pre_tokenizer
     trainer = trainers.BpeTrainer(
@@ -67,7 +66,6 @@ def byte_level(*patterns: str, prefix: bool = False) -> pre_tokenizers.PreTokeni
 
 
 def sentencepiece(added, *, normalizer=None, pre_tokenizer=None, dropout=None) -> tokenizers.Tokenizer:
-    """Return a BPE with byte fallback and U+2581 at the start of words."""
     merges = [("▁", "t"), ("h", "e"), ("▁t", "he"), ("l", "l"), ("▁", "▁"), ("\n", "\n"), ("1", "2")]
     pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁\nabcdefghijklmnopqrstuvwxyz<>|12345é"]
     vocab = {piece: index for index, piece in enumerate([*pieces, *("".join(merge) for merge in merges)])}
@@ -130,7 +128,6 @@ def gemma() -> tokenizers.Tokenizer:
 
 
 def normalized_tokens() -> tokenizers.Tokenizer:
-    """A tokenizer with normalized added tokens of every kind. It matches these tokens inside segments."""
     added = [
         *CHATML,
         *ordinary("HeLLo", "user", normalized=True),
@@ -146,7 +143,6 @@ def metaspace(scheme: str, *, split: bool = True) -> tokenizers.Tokenizer:
     return sentencepiece(CHATML, pre_tokenizer=pre_tokenizers.Metaspace(prepend_scheme=scheme, split=split))
 
 
-# BY_SEGMENT: tokenizers with a segment encoder. AS_A_WHOLE: tokenizers without a segment encoder.
 BY_SEGMENT = {
     "SmolLM2": smollm,
     "Qwen": qwen,
@@ -203,7 +199,6 @@ def encoder_of(name: str) -> SegmentEncoder:
 
 
 def fragments(backend: tokenizers.Tokenizer) -> list[str]:
-    """Return added tokens, pieces of them, and texts for which normalizers and pre-tokenizers have special rules."""
     tokens = [token.content for token in backend.get_added_tokens_decoder().values()]
     pieces = [piece for token in tokens[:9] for piece in (token[:1], token[1:], token[: len(token) // 2], token * 2)]
     words = [
@@ -302,8 +297,6 @@ def test_a_tokenizer_encodes_like_its_backend(name, add_special_tokens):
 
 
 class RecordingBackend:
-    """A backend that records the texts that it encodes."""
-
     def __init__(self, backend: tokenizers.Tokenizer):
         self.backend = backend
         self.encoded: list[str] = []
@@ -430,8 +423,6 @@ def test_deepseeks_tokenizer_has_a_segment_encoder(tmp_path):
 
 
 class Exchange:
-    """An exchange within one process. peers: exchanges that receive what this exchange publishes."""
-
     def __init__(self, peers: list["Exchange"] | None = None):
         self.peers: list[Exchange] = [] if peers is None else peers
         self.arrived: dict[str, bytes] = {}

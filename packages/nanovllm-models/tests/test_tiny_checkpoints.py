@@ -21,7 +21,7 @@ COMMON = {
     "initializer_range": 0.2,
 }
 MOE = {"moe_intermediate_size": 24, "num_experts_per_tok": 2, "intermediate_size": 48}
-# By family: prefix of transformers' class names, fields, and the dtypes of some tensors in the FP8 checkpoint.
+# Values: prefix of transformers' class names, config fields, dtypes of some tensors in the FP8 checkpoint.
 FAMILIES = {
     "llama": ("Llama", {"intermediate_size": 150}, {"model.layers.0.mlp.up_proj.weight": "fp8"}),
     "qwen2": (
@@ -140,7 +140,7 @@ def test_checkpoints_have_the_published_layout(family, tmp_path):
     ids = torch.arange(20)[None]
     with torch.no_grad():
         found, expected = twin.eval()(ids).logits, model(ids).logits
-    # Rounding may change the choice of an expert, and with it a token's logits.
+    # Rounding may choose another expert for a token, so the test compares the median.
     similarities = torch.nn.functional.cosine_similarity(found, expected, dim=-1)
     assert similarities.median() > 0.99
 

@@ -1,5 +1,3 @@
-"""Loading of tokenizers, and chat templates."""
-
 import json
 
 import pytest
@@ -18,8 +16,6 @@ HELLO = [{"role": "user", "content": "hello"}]
 
 @pytest.fixture
 def write_tokenizer(tmp_path):
-    """A function that writes a tokenizer of a few words with a template, and returns the directory."""
-
     def write(template: str | list[dict[str, str]] | None):
         words = ["<s>", "</s>", "<unk>", "hello", "world"]
         backend = Backend(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))

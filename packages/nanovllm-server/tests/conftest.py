@@ -46,7 +46,6 @@ MAX_MODEL_LEN = 512
 
 
 def make_backend() -> Tokenizer:
-    """A vocabulary with one token per byte, and a few merged tokens."""
     vocab = dict(BYTE_BY_CHARACTER)
     vocab["he"] = 256
     vocab["Ġt"] = 257
@@ -59,11 +58,6 @@ def make_backend() -> Tokenizer:
 
 @dataclass
 class ScriptedTokenizer:
-    """The renderer's tokenizer. Its template reads the variable `opening`, and refuses the role "tool".
-
-    Each call of `render_chat` appends its arguments to `rendered`, `given` and `turn_options`.
-    """
-
     backend: Tokenizer
     rendered: list[list[dict[str, Any]]] = field(default_factory=list)
     given: list[tuple[Any, Any]] = field(default_factory=list)
@@ -97,7 +91,7 @@ class ScriptedTokenizer:
 
 
 class ScriptedEngine(Engine):
-    """Answers every request with the bytes of `reply`: one byte per token, `burst` tokens per output."""
+    """Answers every request with the token ids `reply`. Each output has up to `burst` tokens."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -122,14 +116,14 @@ class ScriptedEngine(Engine):
         self.burst = 1
         self.delay = 0.0
         self.num_cached_tokens = 8
-        # Numbers of accepted and rejected drafts of each request.
+        # Accepted and rejected drafts of each request.
         self.num_drafts = (0, 0)
-        # Time at which all requests leave the queue. If None, a request leaves the queue with its first token.
+        # Time at which all requests leave the queue. None: the time of a request's first token.
         self.scheduled_time: float | None = None
         self.endless = False
         self.crash: Exception | None = None
         self.compiling_s = 0.0
-        # Error messages by key. A grammar whose source contains the key is refused with the message.
+        # Error messages by texts in the source of a grammar.
         self.grammar_errors: dict[str, str] = {}
         self.compiled: list[GrammarSpec] = []
         self.num_compiling = 0
@@ -188,7 +182,7 @@ class ScriptedEngine(Engine):
             self._tasks[key].cancel()
 
     def _prompt_logprobs(self, key: int, request: Request) -> list[tuple[int, PromptLogprobs]]:
-        """Returns log-probabilities: each prompt token is the second likeliest, after the token with the next id."""
+        """Each prompt token has rank 2. The likeliest token has the next id."""
         num_top = request.sampling.prompt_logprobs
         if num_top is None:
             return []
@@ -278,8 +272,6 @@ def service(engine: ScriptedEngine, tokenizer: ScriptedTokenizer, vocabulary: Te
 
 
 class ResponseRecorder:
-    """Wraps the application, and records every response for the check against the contract."""
-
     def __init__(self, app: ASGIFramework):
         self._app = app
         self.exchanges: list[ObservedResponse] = []
@@ -326,8 +318,6 @@ def client(app: Quart):
 
 @pytest.fixture
 def post(client) -> Callable[..., Any]:
-    """Sends a chat completion request. `fields` replace the fields of a small valid request."""
-
     async def post(headers: dict[str, str] | None = None, **fields: Any):
         body = {"model": "scripted", "messages": [{"role": "user", "content": "hi"}], **fields}
         return await client.post("/v1/chat/completions", json=body, headers=headers)
@@ -353,12 +343,10 @@ async def serve_on_socket(app: Quart, *, keep_alive_s: float = 75, write_timeout
 
 @pytest.fixture
 async def url(app: Quart) -> AsyncIterator[str]:
-    """Serves `app` behind a real socket. Returns the URL."""
     async with serve_on_socket(app) as url:
         yield url
 
 
 @pytest.fixture
 def serve_at() -> Callable[..., contextlib.AbstractAsyncContextManager[str]]:
-    """Serves any application, with any timeouts, behind a real socket."""
     return serve_on_socket

@@ -1,5 +1,3 @@
-"""Flags for fields of `EngineConfig` and for the draft model."""
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -43,7 +43,7 @@ ROWS = read_rows()
 
 
 def values_of_own_table(flag: str) -> set[str]:
-    """Returns the first column of the table with the header `flag`; empty if there is no such table."""
+    """Returns the first column of the table whose header starts with `flag`, or an empty set."""
     _, found, table = FLAGS_SECTION.partition(f"\n\n| `{flag}` |")
     lines = table.split("\n\n")[0].splitlines()[2:] if found else []
     return {re.findall("`([^`]+)`", line)[0] for line in lines}

@@ -18,7 +18,7 @@ def parse(arguments: str) -> Settings:
 
 @pytest.fixture
 def device_directory(tmp_path, monkeypatch) -> Path:
-    """An empty directory for device files: no GPU."""
+    """An empty directory for device files, as on a machine without GPUs."""
     monkeypatch.setattr(transfer_settings, "NVIDIA_DEVICE", tmp_path / "nvidiactl")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return tmp_path

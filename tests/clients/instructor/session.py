@@ -14,7 +14,6 @@ MESSAGES = [
     {"role": "user", "content": "What is the capital of France?"},
 ]
 COMMON_FIELDS = {"model": MODEL, "messages": MESSAGES, "temperature": 0, "max_tokens": 200, "max_retries": 0}
-# JSON on one line: the model then needs fewer tokens.
 EXAMPLE = '{"name": "Oslo", "population": 7, "sights": [{"name": "Fjord", "free": true}]}'
 DESCRIBE_FIELDS = COMMON_FIELDS | {"messages": [{"role": "user", "content": f"Describe Paris like this: {EXAMPLE}"}]}
 MODES = (instructor.Mode.TOOLS, instructor.Mode.TOOLS_STRICT, instructor.Mode.JSON_SCHEMA)

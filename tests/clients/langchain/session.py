@@ -13,7 +13,6 @@ from pydantic import BaseModel, Field
 MODEL = "SmolLM2-135M-Instruct"
 MESSAGES = [SystemMessage("You are a guide. Answer briefly."), HumanMessage("What is the capital of France?")]
 
-# JSON on one line: the model then needs fewer tokens.
 DESCRIBE = 'Describe Paris like this: {"name": "Oslo", "population": 7, "sights": ["Fjord"]}'
 TRAVEL = 'Plan a trip to Paris like this: {"city": "Oslo", "by": "train", "days": 2}'
 
@@ -42,7 +41,7 @@ def get_weather(city: Literal["Paris", "Rome", "Oslo"]) -> str:
 
 @pytest.fixture(scope="module")
 async def one_loop():
-    """One event loop for all async tests: langchain reuses connections, which belong to one loop."""
+    """Async tests share one event loop, because langchain reuses connections."""
 
 
 def make_model(**fields):

@@ -25,7 +25,6 @@ COMMON_FIELDS = {
     "timeout": 300,
 }
 
-# JSON on one line: the model then needs fewer tokens.
 EXAMPLE = '{"name": "Oslo", "population": 7, "sights": [{"name": "Fjord", "free": true}]}'
 DESCRIBE_FIELDS = COMMON_FIELDS | {
     "messages": [{"role": "user", "content": f"Describe Paris like this: {EXAMPLE}"}],

@@ -15,7 +15,6 @@ MESSAGES = [
     {"role": "user", "content": "What is the capital of France?"},
 ]
 COMMON_FIELDS = {"model": MODEL, "messages": MESSAGES, "temperature": 0, "max_completion_tokens": 12}
-# JSON on one line: the model then needs fewer tokens.
 EXAMPLE = '{"name": "Oslo", "population": 7, "mayor": null, "sights": [{"name": "Fjord", "free": true}]}'
 DESCRIBE_FIELDS = COMMON_FIELDS | {
     "messages": [{"role": "user", "content": f"Describe Paris like this: {EXAMPLE}"}],
@@ -128,7 +127,7 @@ async def test_streamed_pieces_join_to_the_complete_answer(sdk, sdk_async):
 
 
 def test_the_stream_helper_joins_the_same_answer(sdk):
-    # The SDK raises for an answer that ended at the length limit, so this answer ends at a stop string.
+    # The SDK raises an error at the length limit. A stop string ends this answer earlier.
     stop = create(sdk).choices[0].message.content[12:16]
     whole = create(sdk, stop=stop)
     with sdk.chat.completions.stream(**COMMON_FIELDS, stop=stop, stream_options={"include_usage": True}) as stream:

@@ -15,7 +15,6 @@ from pydantic_ai.settings import ModelSettings
 
 MODEL = "SmolLM2-135M-Instruct"
 QUESTION = "What is the capital of France?"
-# JSON on one line: the model then needs fewer tokens.
 DESCRIBE = 'Describe Paris like this: {"name": "Oslo", "population": 7, "sights": [{"name": "Fjord", "free": true}]}'
 SHORT = ModelSettings(temperature=0, max_tokens=12)
 # With parallel tool calls, the model makes more calls than needed.
@@ -69,7 +68,7 @@ async def test_a_conversation_continues():
 
 
 async def test_reasoning_is_returned_and_accepted_again():
-    """Uses the direct API: an agent repeats a request if the answer has no text."""
+    """Uses the direct API, because an agent repeats a request whose answer has no text."""
     model = OpenAIChatModel(MODEL, provider=OpenAIProvider(base_url=os.environ["THINKING_BASE_URL"]))
     question = [ModelRequest.user_text_prompt(QUESTION)]
     whole = await model_request(model, question, model_settings=SHORT)

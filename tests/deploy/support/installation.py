@@ -34,13 +34,6 @@ def build_wheels(folder: Path) -> dict[str, Path]:
 
 @dataclass(frozen=True)
 class InstalledServer:
-    """A server that runs from wheels.
-
-    stderr_without_model: stderr of a start before the default model was installed.
-    completion: the server's answer to a request for 4 tokens.
-    peak_parent_bytes: the most memory that the server's parent process has used, measured after the answer.
-    """
-
     server: Any
     stderr_without_model: str
     completion: dict[str, Any]
@@ -48,15 +41,14 @@ class InstalledServer:
 
 
 def install_wheels(wheels: dict[str, Path], environment: Path) -> None:
-    """Makes an environment with only the wheels and their dependencies."""
     run_uv("venv", "--python", sys.executable, environment)
     # Install the versions of the lock file, because uv's cache already has these versions.
     constraints = environment.with_name("constraints.txt")
     lock = ("--locked", "--package", "nanovllm-server", "--no-default-groups", "--no-emit-workspace", "--no-hashes")
     constraints.write_text(run_uv("export", *lock))
     run_uv("pip", "install", "--python", environment, "--constraints", constraints, *wheels.values())
-    # Copy bytecode, because compiling torch again would take 10 s. Skip files with a number after `.pyc`:
-    # other processes are still writing these files.
+    # Copy bytecode, because compiling torch again would take 10 s.
+    # Other processes are still writing files with a number after `.pyc`.
     site = Path(pytest.__file__).parents[1]
     for bytecode in site.rglob("__pycache__"):
         target = environment / site.relative_to(sys.prefix) / bytecode.relative_to(site)
@@ -67,7 +59,6 @@ def install_wheels(wheels: dict[str, Path], environment: Path) -> None:
 def start_from_wheels(
     wheels: dict[str, Path], folder: Path, run_server: Callable, flags: tuple[str, ...], stack: ExitStack
 ) -> InstalledServer:
-    """Checks that a start without the default model fails. Then runs the server with the model until `stack` closes."""
     install_wheels(wheels, folder / "environment")
     program = folder / "environment" / "bin" / "nanovllm-server"
     excluded_prefixes = ("VIRTUAL_ENV", "UV_PROJECT_ENVIRONMENT", "PYTEST_", "PYTHON")

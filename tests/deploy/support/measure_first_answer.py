@@ -21,9 +21,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
 LIMIT_S = 40.0
-TIMEOUT_S = 600.0  # of a command, the start or a request
+TIMEOUT_S = 600.0
 BODY = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 16, "temperature": 0}
-# Variables that would lead uv or the server to this checkout's environment.
+# These variables would lead uv or the server to this checkout's environment.
 OWN_VARIABLES = {"VIRTUAL_ENV", "UV_PROJECT_ENVIRONMENT", "PYTHONPATH", "PYTHONHOME"}
 
 
@@ -34,7 +34,6 @@ def make_environment(cache: Path) -> dict[str, str]:
 
 @contextmanager
 def start_server(clone: Path, environment: Mapping[str, str], flags: list[str]):
-    """Runs the README's command in the clone. Yields the URL once the server is ready."""
     command = ["uv", "run", "nanovllm-server", "--port", "0", *flags]
     with subprocess.Popen(command, cwd=clone, env=environment, stdout=subprocess.PIPE, text=True) as process:
         watchdog = threading.Timer(TIMEOUT_S, process.kill)
@@ -60,7 +59,6 @@ def ask(url: str) -> str:
 
 
 def measure(flags: list[str]) -> float:
-    """Prints the time of each phase; returns the sum in seconds."""
     with tempfile.TemporaryDirectory(prefix="nanovllm-first-answer-") as folder:
         clone, environment = Path(folder) / "clone", make_environment(Path(folder) / "cache")
         begin_s = last_s = time.monotonic()

@@ -1,4 +1,4 @@
-"""Parts of messages that several tests provoke. `docs/deploy/troubleshooting.md` quotes all of them."""
+"""Parts of messages that `docs/deploy/troubleshooting.md` quotes and several tests provoke."""
 
 BODY_IS_TOO_LARGE = "the body may have at most"
 IS_DRAINING = "the server is shutting down"

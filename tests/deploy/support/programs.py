@@ -1,5 +1,3 @@
-"""Checks for programs that tests need but no Python package contains."""
-
 import os
 import shutil
 
@@ -7,10 +5,7 @@ import pytest
 
 
 def require_programs(package: str, *programs: str) -> None:
-    """Skips the calling test if a program is not in PATH. In CI, the test fails instead.
-
-    package: the Debian package with the programs.
-    """
+    """Skips the calling test if a program is not in PATH. In CI, the test fails instead."""
     missing = [program for program in programs if shutil.which(program) is None]
     if missing:
         message = f"{' and '.join(missing)} not found in PATH: install the package {package}, or run .ci/run as root"

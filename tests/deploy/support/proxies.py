@@ -30,7 +30,6 @@ def free_port() -> int:
 
 @contextmanager
 def start_proxy(command: list[str | Path], folder: Path, port: int) -> Iterator[str]:
-    """Yields the proxy's URL once the proxy accepts connections."""
     log = folder / "proxy.log"
     environment = {**os.environ, "HOME": str(folder), "XDG_DATA_HOME": str(folder), "XDG_CONFIG_HOME": str(folder)}
     with (
@@ -54,7 +53,6 @@ def start_proxy(command: list[str | Path], folder: Path, port: int) -> Iterator[
 
 
 def write_nginx_config(folder: Path, urls: list[str], port: int, edit: Callable[[str], str] = str) -> Path:
-    """Writes a configuration that includes `docs/deploy/nginx.conf` with other upstreams and another port."""
     site = (DEPLOY / "nginx.conf").read_text()
     upstreams = "".join(f"    server {url.removeprefix('http://')};\n" for url in urls)
     site, num_upstreams = re.subn(r"    server 127\.0\.0\.1:8000;\n", upstreams, site)
@@ -106,7 +104,7 @@ HEADERS = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
 @contextmanager
 def post_chat(url: str, body: bytes, **headers: str) -> Iterator[http.client.HTTPResponse]:
     with closing(http.client.HTTPConnection(urlsplit(url).netloc, timeout=TIMEOUT_S)) as connection:
-        # A proxy may refuse a long body and close the connection before the body's end. Its answer can still be read.
+        # A proxy may refuse a long body and close the connection early. The response can still be read.
         with suppress(BrokenPipeError, ConnectionResetError):
             connection.request("POST", "/v1/chat/completions", body, HEADERS | headers)
         with connection.getresponse() as response:

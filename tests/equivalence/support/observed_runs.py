@@ -13,16 +13,14 @@ from nanovllm_core import AsyncEngine, EngineConfig, Request, RequestOutput, Sam
 from nanovllm_core.engine.status import EngineStats
 from nanovllm_models import load
 
-# NUM_TOP: number of likeliest tokens that are reported per position.
 OUTPUT_LEN, NUM_TOP = 6, 20
 
 
 class Scores(NamedTuple):
-    """An engine's log-probabilities at the last positions of a prompt and its answer.
+    """start: the first position. Position p has the distribution after the first p + 1 tokens.
 
-    start: the first of these positions; position p has the distribution after the first p + 1 tokens.
     ids: int64 [positions, NUM_TOP + 1], the next token, then the likeliest tokens.
-    logprobs: float32, the log-probabilities of `ids`.
+    logprobs: float32 [positions, NUM_TOP + 1]
     """
 
     start: int
@@ -32,11 +30,7 @@ class Scores(NamedTuple):
 
 @dataclass
 class Run:
-    """The answers to all prompts.
-
-    num_cached: cached tokens of each prompt.
-    scores: empty if the requests asked for no log-probabilities.
-    """
+    """scores: empty if the requests asked for no log-probabilities."""
 
     answers: list[list[int]]
     num_cached: list[int]
@@ -45,12 +39,7 @@ class Run:
 
 @dataclass
 class Observation:
-    """Three runs of one engine over the same prompts.
-
-    first: without log-probabilities.
-    repeated: with log-probabilities of answers; prefixes may be cached.
-    scored: with log-probabilities of prompts and answers, so prompts are computed whole.
-    """
+    """The repeated run may use cached prefixes. The scored run computes whole prompts."""
 
     first: Run
     repeated: Run
@@ -59,7 +48,6 @@ class Observation:
 
 
 async def observe(path: Path, config: EngineConfig, prompts: list[list[int]]) -> Observation:
-    """Sends all prompts at once, three times."""
     engine = await AsyncEngine.start(load(path), config)
 
     async def collect(prompt: list[int], name: str, options: dict[str, int]) -> list[RequestOutput]:

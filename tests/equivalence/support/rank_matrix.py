@@ -25,7 +25,7 @@ from tiny_models import (
 BLOCK_SIZE = 16  # the engine's default
 HEAD_SIZE = 16
 
-# Values of RANK_SETTINGS: (settings of both engines, settings of only the engine with several ranks).
+# Values of RANK_SETTINGS: settings of both engines, then settings of only the engine with several ranks.
 SPLIT_EXPERTS = {"expert_parallel": False}
 WHOLE_EXPERTS = {"expert_parallel": True}
 OWN_REQUESTS = {"dp_attention": True}
@@ -57,13 +57,11 @@ RANK_SETTINGS = {
 
 
 def write_tiny_checkpoint(name: str, path: Path, num_ranks: int = 2) -> None:
-    """Write a tiny model whose heads `num_ranks` ranks can share."""
     torch.manual_seed(list(TINY_MODELS).index(name))
     write_checkpoint(path, make_model(add_heads(TINY_MODELS[name], num_ranks)), mtp=TINY_MODELS[name].has_mtp)
 
 
 def add_heads(tiny: TinyModel, num_ranks: int) -> TinyModel:
-    """Return a model with at least one head per rank. For one or two ranks, the model is unchanged."""
     fields = dict(tiny.fields)
     if num_ranks > COMMON["num_attention_heads"]:
         fields |= {"num_attention_heads": num_ranks, "hidden_size": HEAD_SIZE * num_ranks}
@@ -75,7 +73,6 @@ def add_heads(tiny: TinyModel, num_ranks: int) -> TinyModel:
 
 
 async def compare(path: Path, device: str, setting: str, num_ranks: int = 2) -> None:
-    """Asserts that `num_ranks` ranks give the greedy tokens of one rank."""
     settings, rank_settings = RANK_SETTINGS[setting]
     is_preempted = "preempted" in setting
     if is_preempted and rank_settings.get("dp_attention") and num_ranks > 4:

@@ -7,10 +7,7 @@ ALL_PAIRS = os.environ.get("NANOVLLM_ALL_PAIRS") == "1"
 
 
 def sample_pairs(models: Iterable[str], settings: Iterable[str], num_per_model: int, first: int = 0) -> list:
-    """Returns pairs (model, setting), `num_per_model` per model. The models take the settings in turn.
-
-    first: index of the first model's first setting.
-    """
+    """Returns `num_per_model` pairs (model, setting) per model. The models take the settings in turn."""
     settings = list(settings)
     count = len(settings) if ALL_PAIRS else min(num_per_model, len(settings))
     return [

@@ -34,11 +34,10 @@ from nanovllm_models import load
 
 NUM_CONVERSATIONS, MAX_CONCURRENT, MAX_TOKENS, OUTPUT_LEN = 12, 5, 240, 8
 COMMON_SETTINGS = {"device": "cpu", "dtype": "float32", "block_size": 16, "max_num_seqs": MAX_CONCURRENT}
-# All conversations together have about 150 blocks of about 12 KB.
 TIER_SETTINGS = {"num_blocks": 40, "kv_offload_gib": 0.0004, "kv_offload_disk_gib": 0.0015}
 MAX_FAULT_INTERVAL_S = 0.1
-MAX_WAIT_S = 20.0  # for the end of an idle engine's copies, or for the first scan of a new process
-NUM_QUIET_ROUNDS = NUM_CONVERSATIONS // 2  # rounds in which nearly all conversations have a turn
+MAX_WAIT_S = 20.0
+NUM_QUIET_ROUNDS = NUM_CONVERSATIONS // 2
 # Faults that last while a file with the fault's name exists beside the directory.
 TEMPORARY_FAULTS = ("fill_disk", "fail_copies")
 ENGINE_FAULTS = ("kill", *TEMPORARY_FAULTS)
@@ -47,7 +46,7 @@ SAMPLINGS = ({"temperature": 0.0}, {"temperature": 0.8, "top_p": 0.95})
 
 @dataclass(frozen=True)
 class TieredEngineRecipe:
-    """Loads the model in the engine's process. Patches make loads and writes more frequent and inject faults."""
+    """Loads the model in the engine's process. Patches inject faults, and make loads and writes more frequent."""
 
     path: Path
     config: EngineConfig
@@ -55,7 +54,7 @@ class TieredEngineRecipe:
     def __call__(self) -> tuple[ModelSpec, EngineConfig]:
         drop_privileges()
         block_files._SUSPENSION_S = block_files._SCAN_RETRY_S = 0.05
-        # Otherwise nothing is loaded: computing a tiny model's prompts is faster.
+        # Otherwise the engine loads nothing, because computing a tiny model's prompts is faster.
         CopyTimeModel.predict = lambda *_: 0.0
         write_file = BlockFiles._write_file
 
@@ -71,7 +70,6 @@ class TieredEngineRecipe:
         return load(self.path), self.config
 
     def copy_or_fail(self, copy: Callable[..., None], parts: BlockParts, blocks: Tensor, rows: Tensor) -> None:
-        """Copies between caches and host memory. While copies fail, copies wrong bytes and raises an error."""
         is_failing = fault_marker(self.config.kv_offload_dir, "fail_copies").exists()
         if is_failing and copy is scatter_blocks:
             rows.fill_(63)
@@ -87,13 +85,10 @@ def fault_marker(directory: Path, name: str) -> Path:
 
 @dataclass
 class Conversation:
-    """seed: seed of sampled answers."""
-
     seed: int
     tokens: list[int] = field(default_factory=list)
 
     def add_turn(self, rng: random.Random) -> None:
-        """Appends tokens of the user. A conversation that has become too long starts again."""
         turn = [rng.randrange(3, VOCAB) for _ in range(rng.randrange(3, 60))]
         if len(self.tokens) + len(turn) + OUTPUT_LEN > MAX_TOKENS:
             self.tokens = []
@@ -101,8 +96,6 @@ class Conversation:
 
 
 class Campaign:
-    """An engine with tiers in its own process, and an engine without tiers that gives the expected answers."""
-
     def __init__(self, model: Path, directory: Path, seed: int):
         self._model = model
         self._directory = directory
@@ -113,18 +106,16 @@ class Campaign:
         self._engine: EngineClient | None = None
         self._process: EngineProcess | None = None
         self._is_serving = asyncio.Event()
-        # Seeds of conversations that had no turn since the engine's process started.
         self._seeds_without_turn: set[int] = set()
         self.totals: Counter[str] = Counter()
 
     async def run(self, num_faults: int) -> None:
-        """Raises AssertionError if an answer or the engine is wrong."""
         expected_engine = await AsyncEngine.start(load(self._model), EngineConfig(**COMMON_SETTINGS, num_blocks=200))
         try:
             await self._start()
             while sum(self.totals[name] for name in [*FAULTS, *ENGINE_FAULTS]) < num_faults:
                 await self._run_turns(expected_engine, num_faults=self._rng.randrange(4))
-            # Write files for the next process: the last faults may have removed all.
+            # Write files for the next process, because the last faults may have removed all files.
             await self._run_quiet_rounds(expected_engine)
             await self._restart_and_await_scan()
             await self._run_quiet_rounds(expected_engine)
@@ -150,7 +141,7 @@ class Campaign:
     async def _restart_and_await_scan(self) -> None:
         old_writers = set(self._directory.glob("writer-*"))
         await self._restart()
-        # A process writes a file of this name at the end of its scans.
+        # A process writes a file `writer-*` at the end of a scan.
         await wait_until(
             lambda: not old_writers.issuperset(self._directory.glob("writer-*")),
             lambda: "the new process has not scanned the directory",
@@ -161,7 +152,6 @@ class Campaign:
             await self._run_turns(expected_engine, num_faults=0)
 
     async def _run_turns(self, expected_engine: Engine, num_faults: int) -> None:
-        """Runs one turn of several conversations at the same time, with faults."""
         conversations = self._rng.sample(self._conversations, self._rng.randrange(1, MAX_CONCURRENT + 1))
         for conversation in conversations:
             conversation.add_turn(self._rng)
@@ -184,7 +174,7 @@ class Campaign:
         await self._check_idle()
 
     async def _generate(self, conversation: Conversation) -> tuple[list[int], int]:
-        """Returns the answer of the engine with tiers. Repeats the request if the engine's process was killed."""
+        """Repeats the request if the engine's process was killed."""
         while True:
             await self._is_serving.wait()
             engine = self._engine
@@ -229,7 +219,7 @@ async def wait_until(condition: Callable[[], bool], describe: Callable[[], str])
 
 
 async def generate(engine: Engine, conversation: Conversation) -> tuple[list[int], int]:
-    """Returns the answer to a conversation, and the number of its tokens that were cached."""
+    """Returns the answer's tokens and the number of cached prompt tokens."""
     sampling = SamplingParams(
         **SAMPLINGS[conversation.seed % len(SAMPLINGS)],
         seed=conversation.seed,
@@ -242,7 +232,6 @@ async def generate(engine: Engine, conversation: Conversation) -> tuple[list[int
 
 
 def run_campaign(name: str, num_faults: int, seed: int) -> Counter[str]:
-    """Returns counts of faults, turns and tokens. Raises AssertionError if something was wrong."""
     with tempfile.TemporaryDirectory() as parent:
         model, directory = Path(parent, "model"), Path(parent, "blocks")
         model.mkdir()

@@ -19,7 +19,7 @@ from nanovllm_models import ModelDirectory, load
 
 VOCAB = 131
 NUM_PROMPTS, OUTPUT_LEN = 16, 16
-MAX_COPY_S = 30.0  # maximum time of copies to host memory after the last answer
+MAX_COPY_S = 30.0
 
 LLAMA3_SCALING = {
     "rope_type": "llama3",
@@ -86,11 +86,7 @@ LATENT_ATTENTION = {
 
 
 class TinyModel(NamedTuple):
-    """A config of transformers.
-
-    family: prefix of transformers' class names.
-    fields: fields of the config in addition to COMMON.
-    """
+    """`family` is the prefix of transformers' class names. `fields` are fields of the config in addition to COMMON."""
 
     family: str
     fields: dict[str, object]
@@ -133,16 +129,13 @@ TINY_MODELS = {
         "DeepseekV3", {**LATENT_ATTENTION, "first_k_dense_replace": 3, "attention_bias": True}
     ),
 }
-# `max_num_seqs` is the number of prompts, so that no unused graphs are captured.
 AMPLE_CACHE = {"num_blocks": 400, "max_num_seqs": NUM_PROMPTS}
-# The blocks hold only two or three of the requests, so requests are preempted.
 SCARCE_CACHE = {"num_blocks": 14, "max_model_len": 200, "max_num_seqs": NUM_PROMPTS}
-# Most blocks of preempted requests and of shared prefixes are in host memory.
 TIERED_CACHE = {**SCARCE_CACHE, "kv_offload_gib": 0.05}
 
 
 def make_prompts() -> list[list[int]]:
-    """Some prompts share a prefix. A few prefixes are long enough for a checkpoint of a recurrent state."""
+    """A few shared prefixes are long enough for a checkpoint of a recurrent state."""
     rng = random.Random(3)
     shared = [rng.randrange(3, VOCAB) for _ in range(96)]
     return [
@@ -154,7 +147,7 @@ def make_prompts() -> list[list[int]]:
 def make_model(tiny: TinyModel) -> transformers.PreTrainedModel:
     make_config = getattr(transformers, f"{tiny.family}Config")
     with pytest.MonkeyPatch.context() as patch:
-        # transformers uses fla also on a CPU, for which fla has no kernels.
+        # transformers uses fla also on a CPU, but fla has no kernels for a CPU.
         patch.setitem(sys.modules, "fla", None)
         model_class = getattr(transformers, f"{tiny.family}ForCausalLM")
     model = model_class(make_config(**COMMON | tiny.fields)).eval()
@@ -171,7 +164,6 @@ def make_model(tiny: TinyModel) -> transformers.PreTrainedModel:
 
 
 def make_predictions(answers: list[list[int]]) -> list[list[int]]:
-    """Returns predictions for `generate`: copies of `answers` with every ninth token wrong."""
     return [
         [(token + 1) % VOCAB if position % 9 == 8 else token for position, token in enumerate(answer)]
         for answer in answers
@@ -194,18 +186,13 @@ async def generate(
 ) -> list[list[int]]:
     """Returns the answers to `make_prompts`.
 
-    predictions: the predicted answer of each request, for engines with speculation.
-    draft: directory of the draft model.
-    samplings: sampling options. Request i has `samplings[i % len(samplings)]`.
-    logprobs: receives the log-probabilities of each answer's tokens; empty for requests that ask for none.
-    prepare: called with the engine before the first request.
+    logprobs, final_stats: lists to which `generate` appends results.
     optional_tiers: tiers that need not load tokens. All other tiers must load some.
-    final_stats: receives the engine's statistics at the end.
     """
     config = EngineConfig(device=device, dtype="float32", forbid_sync=device == "cuda", **{"depth": 2, **settings})
     draft_directory = None if draft is None else ModelDirectory(draft, draft.name)
     patch = pytest.MonkeyPatch()
-    # Otherwise few blocks are loaded or fetched: computing a tiny model's blocks is often faster.
+    # Otherwise engines rarely load or fetch blocks, because computing a tiny model's blocks is often faster.
     patch.setattr(CopyTimeModel, "predict", lambda *_: 0.0)
     patch.setattr(FetchTimes, "is_worthwhile", lambda *_: True)
     engine = await AsyncEngine.start(load(path, draft=draft_directory), config)
@@ -246,7 +233,6 @@ async def generate(
         if final_stats is not None:
             final_stats.append(stats)
         if predictions is not None:
-            # Steps must have accepted many drafts and rejected some.
             assert sum(stats.verified_drafts_by_position) > sum(stats.accepted_drafts_by_position) > NUM_PROMPTS // 2
         elif config.speculate is not None:
             assert sum(stats.verified_drafts_by_position) > NUM_PROMPTS

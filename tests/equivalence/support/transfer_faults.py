@@ -36,12 +36,10 @@ from nanovllm_models import load
 NUM_CONVERSATIONS = 12
 DECODE_SETTINGS = {"num_blocks": 40, "kv_offload_gib": 0.001}
 PREFILL_SETTINGS = {"num_blocks": 80, "kv_offload_gib": 0.002}
-# A fault begins while a turn is answered, and lasts for several turns.
 MAX_FAULT_DELAY_S, MAX_FAULT_S = 0.1, 1.0
 MAX_MESSAGE_DELAY_S = 3.0
 SUSPENSION_FACTOR = 3.0
 MAX_RECOVERY_S = 30.0
-# Share of messages or blocks that a fault affects.
 FAULT_SHARE = 0.3
 MESSAGE_FAULTS = ("drop", "delay", "repeat", "reorder")
 TEMPORARY_FAULTS = (*MESSAGE_FAULTS, "damage_blocks", "fail_copies")
@@ -51,14 +49,14 @@ FAULTS = (*TEMPORARY_FAULTS, *PROCESS_FAULTS)
 
 @dataclass(frozen=True)
 class FaultyEngineRecipe:
-    """Loads the model in the engine's process. A fault can occur while `directory` has a file with the fault's name."""
+    """A fault can occur while `directory` has a file with the fault's name."""
 
     model: Path
     directory: Path
     config: EngineConfig
 
     def __call__(self) -> tuple[ModelSpec, EngineConfig]:
-        # Otherwise nothing is fetched: computing a tiny model's prompts is faster.
+        # Otherwise the engine fetches nothing, because computing a tiny model's prompts is faster.
         CopyTimeModel.predict = lambda *_: 0.0
         FetchTimes.is_worthwhile = lambda *_: True
         for sender in (PeerConnection, PrefixServer):
@@ -139,10 +137,7 @@ class FaultyProcess:
 
 
 class Campaign:
-    """A decode engine and a prefill engine, and a single engine that gives the expected answers.
-
-    max_answer_s: maximum time of an answer, unless the decode engine is killed meanwhile.
-    """
+    """max_answer_s: maximum time of an answer, unless the decode engine is killed meanwhile."""
 
     def __init__(self, model: Path, directory: Path, carrier: str, seed: int, max_answer_s: float):
         self._model = model
@@ -162,7 +157,6 @@ class Campaign:
         self.slowest_answer_s = 0.0
 
     async def run(self, num_faults: int) -> None:
-        """Raises AssertionError if an answer or an engine is wrong."""
         expected_engine = await AsyncEngine.start(load(self._model), EngineConfig(**COMMON_SETTINGS, num_blocks=200))
         fault: asyncio.Task[None] | None = None
         try:
@@ -207,7 +201,7 @@ class Campaign:
             self.totals["num_prompt_tokens"] += len(conversation.tokens) - OUTPUT_LEN
 
     async def _generate(self, conversation: Conversation) -> list[int]:
-        """Returns the decode engine's answer. Repeats the request if the engine's process was killed."""
+        """Repeats the request if the engine's process was killed."""
         process = self._decode
         while True:
             await process.is_serving.wait()

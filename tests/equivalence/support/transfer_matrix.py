@@ -23,7 +23,7 @@ from nanovllm_models import load
 
 CARRIERS = ("shm", "tcp", "nixl") if sys.platform == "linux" else ("tcp",)
 HOST_MEMORY = {"kv_offload_gib": 0.05}
-# Settings of both engines. FILES stands for a directory of each engine.
+# FILES stands for a directory of each engine.
 FILES = "files"
 TRANSFER_SETTINGS = {
     "all at once": AMPLE_CACHE,
@@ -49,7 +49,6 @@ def can_run(name: str, setting: str) -> bool:
 
 
 async def compare(path: Path, device: str, setting: str, carrier: str) -> EngineStats:
-    """Asserts that answers to fetched and computed prompts are equal. Returns the decode engine's statistics."""
     settings, is_preempted = TRANSFER_SETTINGS[setting], "preempted" in setting
     settings_of_single_engine = {
         key: value for key, value in settings.items() if key not in ("kv_offload_gib", "kv_offload_dir", "speculate")
@@ -59,7 +58,7 @@ async def compare(path: Path, device: str, setting: str, carrier: str) -> Engine
     if settings.get("speculate") == "ngram":
         options["predictions"] = make_predictions(expected)
     with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
-        # Steps propose as many drafts as they may, because all measured times are 0.
+        # All measured times are 0, so steps propose as many drafts as possible.
         patch.setattr(build, "measure_draft_times", lambda *_: DraftTimes())
         secret = write_secret(Path(directory, "secret"))
         transfer_options = {"transfer_secret_file": secret, "transfer_carrier": carrier}
@@ -81,7 +80,7 @@ async def compare(path: Path, device: str, setting: str, carrier: str) -> Engine
                 "prefill_peer": address,
                 **make_file_settings("decode"),
             }
-            # Files may stay unused: the blocks of some models are so small that the host memory holds all of them.
+            # Files may stay unused, because the host memory holds all blocks of some models.
             options |= {"optional_tiers": ("disk",), "prepare": await_peer, "final_stats": stats}
             found = await generate(path, device, decode_settings, **options)
             await await_idle(prefill)
@@ -99,7 +98,6 @@ def write_secret(path: Path) -> Path:
 
 
 async def await_peer(engine: AsyncEngine) -> None:
-    """Waits until `engine` can fetch, and can write files."""
     files = engine._loop._scheduler.tier.files
     await wait_until(lambda: files is None or all(store.indexed.is_set() for store in files._stores))
     await wait_until(lambda: all(peer.is_ready for peer in engine._loop._transfers._peers.values()))

@@ -9,7 +9,7 @@ VALID_BODY = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], 
 REFUSED = frozenset(range(400, 500))
 # Allowed statuses of cases that a later release may accept.
 ANY = REFUSED | {200}
-# `Case.make_data` replaces this text by a new value of the same length, so that no grammar is cached.
+# `Case.make_data` replaces this text with a new value, so that no grammar is cached.
 UNIQUE = "unique-value"
 # ADDED_GAP_LIMIT_S: maximum time that a case adds between two chunks of a stream.
 ANSWER_LIMIT_S = 1.0
@@ -18,12 +18,9 @@ ADDED_GAP_LIMIT_S = 0.1
 
 @dataclass(frozen=True)
 class Case:
-    """One input and the answers that are allowed.
+    """may_close: whether the server may close the connection without an answer.
 
-    data: bytes to send, with UNIQUE in each grammar that the server may compile.
-    may_close: whether the server may close the connection without an answer.
     leave: how the client disconnects: "close", "half" (only the sending side) or "reset". The answer is not checked.
-        None: the client waits for the answer.
     """
 
     name: str
@@ -185,7 +182,6 @@ def make_wire_cases() -> list[Case]:
 
 
 def make_body_cases() -> list[Case]:
-    """Cases of bodies that are not JSON, or are JSON of a wrong form."""
     text = json.dumps(VALID_BODY)
     wrong_content_types = ["", "text/plain", "application/x-www-form-urlencoded", "multipart/form-data",
                            "application/json\x00", "application/json; charset=utf-16",
@@ -226,7 +222,6 @@ def make_body_cases() -> list[Case]:
 
 
 def make_field_cases() -> list[Case]:
-    """Cases of JSON requests with wrong or extreme fields."""
     refused_fields: dict[str, dict] = {
         "n": {"n": 10**6}, "n below": {"n": -1}, "n as a float": {"n": 1.5}, "n as a text": {"n": "1"},
         "max_tokens": {"max_tokens": 2**63}, "max_tokens, larger": {"max_tokens": 10**40},

@@ -10,18 +10,13 @@ from urllib.parse import urlsplit
 
 from hostile_cases import Case, chat_request
 
-# Only ends a test that would wait forever: `test_hostile.py` checks the time of each answer.
 PATIENCE_S = 60
 STREAM_TOKENS = 400
-# After an answer, the gaps before this number of chunks also count: the first chunk may have been sent before a stall.
 NUM_CHUNKS_AFTER = 4
 
 
 async def send_case(url: str, case: Case, data: bytes | None = None) -> str | None:
-    """Returns what is wrong with the answer, or None.
-
-    data: bytes to send; None: the bytes from `case.make_data`.
-    """
+    """Returns what is wrong with the answer, or None."""
     data = case.make_data() if data is None else data
     parts = urlsplit(url)
     reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
@@ -69,7 +64,7 @@ async def _write(data: bytes, writer: asyncio.StreamWriter) -> None:
 
 
 async def measure_answer(url: str, case: Case, data: bytes | None = None) -> float:
-    """Returns the time to the answer in seconds. Raises AssertionError for a wrong answer."""
+    """Returns the time to the answer in seconds."""
     data = case.make_data() if data is None else data
     begin_s = time.monotonic()
     problem = await send_case(url, case, data)
@@ -79,8 +74,6 @@ async def measure_answer(url: str, case: Case, data: bytes | None = None) -> flo
 
 
 class Streams:
-    """Streamed answers, and the times at which their chunks arrive."""
-
     def __init__(self, url: str):
         self._url = url
         # One list per answer, because pauses between answers do not count.
@@ -88,7 +81,6 @@ class Streams:
         self._num_chunks = 0
 
     async def run(self) -> None:
-        """Streams one answer after another. Raises AssertionError if an answer fails or ends early."""
         parts = urlsplit(self._url)
         while True:
             reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
@@ -121,17 +113,12 @@ class Streams:
         return max((late_s - early_s for early_s, late_s in pairs if late_s > begin_s), default=0.0)
 
     async def measure_gap_alone(self, seconds: float) -> float:
-        """Returns the longest gap without a case, in seconds."""
         begin_s = time.monotonic()
         await asyncio.sleep(seconds)
         await self.wait_for_chunks(NUM_CHUNKS_AFTER)
         return self.longest_gap(begin_s)
 
     async def measure_answer_and_gap(self, case: Case) -> tuple[float, float]:
-        """Returns the time to the answer and the longest gap beside the case, both in seconds.
-
-        Raises AssertionError for a wrong answer.
-        """
         data = case.make_data()
         # Making up to 100 MB of data blocks this event loop, which would look like a gap.
         await self.wait_for_chunks(NUM_CHUNKS_AFTER)
@@ -142,16 +129,12 @@ class Streams:
         return answer_s, self.longest_gap(begin_s)
 
     async def measure_gap(self, case: Case) -> float:
-        """Returns the longest gap beside the case, in seconds. Raises AssertionError for a wrong answer."""
         return (await self.measure_answer_and_gap(case))[1]
 
 
 @asynccontextmanager
 async def run_streams(url: str) -> AsyncIterator[Streams]:
-    """Streams two answers at a time while the context lasts.
-
-    The second stream starts in the middle of the first, so that at any time at least one stream can show a stall.
-    """
+    """The second stream starts in the middle of the first, so that at any time one stream can show a stall."""
     streams = Streams(url)
     async with asyncio.TaskGroup() as tasks:
         running = [tasks.create_task(streams.run())]

@@ -22,7 +22,7 @@ def make_cost_cases() -> list[Case]:
 
 
 def make_costly_schemas() -> dict[str, dict]:
-    """Costly schemas by name. Each schema contains UNIQUE."""
+    """Each schema contains UNIQUE."""
     string = {"type": "string"}
     properties = {f"{UNIQUE} {i}": string for i in range(1_500)}
     overlapping_objects = [
@@ -67,7 +67,6 @@ def make_costly_schemas() -> dict[str, dict]:
 
 
 def make_nested_objects(depth: int, suffix: str) -> dict:
-    """Property names end with the depth and `suffix`, unless `suffix` is empty."""
     leaf = {"type": "string"}
     if depth == 0:
         return leaf

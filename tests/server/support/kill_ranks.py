@@ -22,7 +22,6 @@ from pathlib import Path
 NUM_STREAMS = 8
 MAX_ERROR_S = 5.0  # from the kill to the end of the last stream
 MAX_END_S = 15.0  # from the kill to the end of the last process
-# ENGINE_DIED is in the log. RANK_ENDED is in the log and in the error of each stream.
 ENGINE_DIED = "engine died"
 RANK_ENDED = "has ended (exit code"
 START_TIMEOUT_S = 600.0
@@ -55,7 +54,7 @@ def read_memory_pages(pid: int) -> int:
 
 
 def find_ranks(server_pid: int, num_ranks: int) -> list[int]:
-    """Returns the process ids of the ranks: the engine's process, then the other ranks by process id."""
+    """Returns the process ids of the ranks. The engine's process is the first."""
     processes = read_processes()
     children = [pid for pid, (parent, _) in processes.items() if parent == server_pid]
     engine = max(children, key=read_memory_pages)
@@ -73,7 +72,6 @@ def find_leftovers(directory: str) -> list[str]:
 
 
 async def read_stream(host: str, port: int, has_begun: asyncio.Event) -> bytes:
-    """Returns an answer. Sets `has_begun` at the first tokens."""
     reader, writer = await asyncio.open_connection(host, port)
     body = json.dumps(BODY).encode()
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
@@ -106,7 +104,6 @@ def read_status(url: str) -> tuple[int, str] | None:
 
 
 async def kill_once(command: list[str], rank: int, num_ranks: int) -> str:
-    """Starts a server, and kills `rank` while the server streams. Returns the measured times as text."""
     with tempfile.TemporaryDirectory() as directory:
         report = await _kill_once(command, rank, num_ranks, directory)
         assert not (files := find_leftovers(directory)), f"left: {files}"

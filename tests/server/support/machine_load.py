@@ -9,10 +9,9 @@ _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
 async def measure_own_time(measure: Callable[[], Awaitable[float]]) -> float:
-    """Returns the seconds from `measure`, reduced by the share of the CPU that other programs took meanwhile.
+    """Returns the seconds from `measure`, reduced by the share of the CPU that other programs took.
 
-    Other programs are all processes but this process and its descendants. If they take half of the CPU, the result is
-    half of the time.
+    Other programs are all processes except this process and its descendants.
     """
     begin_s, begin_busy_s, begin_own_s = time.monotonic(), _read_busy_s(), _read_own_s()
     seconds = await measure()
@@ -23,13 +22,11 @@ async def measure_own_time(measure: Callable[[], Awaitable[float]]) -> float:
 
 
 def _read_busy_s() -> float:
-    """CPU time of all programs, including time that the host of a virtual machine takes."""
     user, nice, system, _idle, _iowait, irq, softirq, steal = Path("/proc/stat").read_text().split()[1:9]
     return _TICK_S * sum(map(int, (user, nice, system, irq, softirq, steal)))
 
 
 def _read_own_s() -> float:
-    """CPU time of this process and its descendants, including ended descendants."""
     pids, ticks = [os.getpid()], 0
     for pid in pids:
         try:
@@ -37,7 +34,7 @@ def _read_own_s() -> float:
             ticks += sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:15]))
             for children in Path(f"/proc/{pid}/task").glob("*/children"):
                 pids += map(int, children.read_text().split())
-        # A process may end meanwhile. The parent then has its time.
+        # A process may end meanwhile. Its CPU time is then part of the parent's.
         except (FileNotFoundError, ProcessLookupError):
             continue
     return _TICK_S * ticks

@@ -1,7 +1,6 @@
 """Makes engines propose as many drafts as they may: all measured times of steps are 0.
 
-Python imports this module at its start if PYTHONPATH has this directory, as for the server of
-`compare_drafts.py --always`.
+Python imports this module at its start. `compare_drafts.py --always` adds this directory to PYTHONPATH.
 """
 
 import importlib.util
@@ -12,8 +11,6 @@ PATCHED_MODULE = "nanovllm_core.scheduling.draft_times"
 
 
 class _Patcher(MetaPathFinder):
-    """Replaces the measurement in PATCHED_MODULE once the module has been executed."""
-
     def find_spec(self, name, path, target=None):
         if name != PATCHED_MODULE:
             return None

@@ -1,5 +1,3 @@
-"""Files of KV blocks: damaged files are misses, errors stop writes for a while, and the size has a limit."""
-
 import errno
 import json
 import logging
@@ -51,7 +49,6 @@ def directory(tmp_path) -> Path:
 
 @pytest.fixture
 def open_files(directory) -> Iterator[Callable[..., BlockFiles]]:
-    """A function that opens a store, and waits until the store has its index."""
     opened = []
 
     def open_one(max_bytes: int = AMPLE_BYTES, identity: bytes = b"model") -> BlockFiles:
@@ -85,7 +82,7 @@ def test_a_store_does_not_find_blocks_of_another_identity(open_files):
     first.write(HASHES[0], payload_of(HASHES[0]))
     assert not second.contains(HASHES[0])
     assert read(second, HASHES[0]) is None
-    # A file that was moved to another identity's folder is found by name, but has the wrong header.
+    # A moved file is found by its name, but has the header of another identity.
     path = path_of(first._directory, HASHES[0])
     path.rename(second._folder / path.name)
     assert read(second, HASHES[0]) is None
@@ -186,7 +183,6 @@ def test_an_error_stops_writes_for_a_while_and_is_logged_once(open_files, monkey
     now += block_files._SUSPENSION_S
     files.write(HASHES[0], payload_of(HASHES[0]))
     assert read(files, HASHES[0]) == payload_of(HASHES[0])
-    # The temporary files of the failed writes are gone.
     assert len([*files._folder.iterdir()]) == 1
 
 
@@ -218,7 +214,7 @@ def test_a_directory_that_vanishes_gives_misses_until_it_is_back(open_files, dir
     for block_hash in HASHES:
         files.write(block_hash, payload_of(block_hash))
     assert files.counts.num_write_errors > 0
-    assert not directory.exists()  # The store does not create it: it may be a mount point.
+    assert not directory.exists()  # The store must not create a directory that may be a mount point.
     directory.mkdir(mode=0o700)
     files.write(HASHES[1], payload_of(HASHES[1]))
     assert read(files, HASHES[1]) == payload_of(HASHES[1])
@@ -232,7 +228,6 @@ def test_a_directory_is_private(open_files, directory, monkeypatch):
     directory.chmod(0o750)
     with pytest.raises(ConfigError, match=r"kv_offload_dir is .*: run chmod 700"):
         open_files()
-    # If other users get access later, the store stops writing.
     scan(files)
     files.write(HASHES[0], payload_of(HASHES[0]))
     assert files.counts.num_write_errors == 1
@@ -269,7 +264,6 @@ def test_the_least_recently_used_file_is_evicted(open_files, directory):
         os.utime(path_of(directory, block_hash), (1000 - age, 1000 - age))
     assert read(files, HASHES[8]) is not None
     files.close()
-    # An engine with a lower limit must evict these files. The engine reserves the bytes of one file at a time.
     files = open_files(max_bytes, b"other")
     for number, block_hash in enumerate(HASHES[9:12]):
         files.write(block_hash, payload_of(block_hash))
@@ -314,7 +308,6 @@ def test_engines_find_the_files_of_each_other(open_files):
 
 @pytest.mark.usefixtures("without_background_scans")
 def test_writes_are_skipped_while_another_engine_scans(open_files, directory):
-    # The limit is so low that each file needs a reservation of its own.
     files = open_files(3 * (PAYLOAD_BYTES + 400))
     with try_lock(directory):
         for block_hash in HASHES[:3]:

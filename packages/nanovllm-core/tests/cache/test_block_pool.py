@@ -17,7 +17,6 @@ def admit_request(cache: CacheManager, name: str, tokens: list[int], salt: str =
 
 
 def count_cached_tokens(cache: CacheManager, tokens: list[int], salt: str = "") -> int:
-    """Admit a request. Returns its number of cached tokens."""
     num_cached = cache.admit(RequestState(0, Request("x", list(tokens), cache_salt=salt)), keep_watermark=False)
     assert isinstance(num_cached, int)
     return num_cached

@@ -1,5 +1,3 @@
-"""Tests how the time of a copy is predicted from earlier copies."""
-
 import pytest
 
 from nanovllm_core.cache.copy_time import CopyTimeModel

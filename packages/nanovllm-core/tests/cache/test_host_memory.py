@@ -1,5 +1,3 @@
-"""Sizes and counters of the host memory that several ranks share."""
-
 from dataclasses import replace
 
 import pytest
@@ -43,7 +41,6 @@ def test_slots_fill_the_memory_and_begin_at_pages():
     for kind in EntryKind:
         assert layout.slot_bytes[kind] % PAGE_BYTES == 0
         assert layout.slot_bytes[kind] >= 2 * layout.entry_bytes[kind]
-        # Each kind has about half of the memory.
         assert abs(layout.num_slots[kind] * layout.slot_bytes[kind] - limit / 2) < 2 * layout.slot_bytes[kind]
     assert limit - sum(layout.slot_bytes) <= layout.num_bytes <= limit
 

@@ -1,5 +1,3 @@
-"""Cache memory: the number of blocks and slots for a given size, allocation on a CPU, copies between state slots."""
-
 import random
 import resource
 import sys

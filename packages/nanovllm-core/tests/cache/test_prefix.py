@@ -1,5 +1,3 @@
-"""Block hashes depend only on the tokens and the salt, and each block of a request is hashed once."""
-
 import random
 
 import numpy as np
@@ -72,7 +70,6 @@ def test_no_block_of_a_request_is_hashed_twice(monkeypatch):
     for end in (22, 23, 24):
         first.output_ids.append(7)
         cache.commit(first, end)
-    # A request keeps its hashes when it is preempted and resumed.
     cache.release(first)
     assert cache.admit(first, keep_watermark=False) == 24
     assert len(hashed) == len(set(hashed)) == 11

@@ -1,5 +1,3 @@
-"""Tests the secret and the lock of engines that share a directory."""
-
 import errno
 import fcntl
 import os

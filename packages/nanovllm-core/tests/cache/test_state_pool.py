@@ -49,7 +49,7 @@ def test_checkpoint_is_found_only_after_the_same_tokens_in_cached_blocks():
     prompt = list(range(200))
     first, num_cached = admit_request(cache, prompt)
     assert num_cached == 0
-    # The cache finds a checkpoint only once the step that writes the checkpoint has ended.
+    # The step that writes the checkpoint has not ended.
     second, num_cached = admit_request(cache, prompt)
     assert num_cached == 0
     assert second.state_slot != first.state_slot

@@ -1,5 +1,3 @@
-"""`allowed_token_ids` restricts outputs, alone and together with other options, in all settings of the engine."""
-
 import asyncio
 
 import pytest
@@ -58,7 +56,6 @@ async def test_outputs_equal_those_with_biases_against_all_other_tokens(toy_spec
         )
         assert allowed == biased
         assert {token for tokens in allowed for token in tokens} <= {*ALLOWED}
-        # Requests without the option are unchanged, also in rows that restricted requests used earlier.
         assert await free == [oracle(prompt, OUTPUT_LEN) for prompt in prompts]
         assert (engine.stats.num_preemptions > 0) == (settings.get("num_blocks") == 9)
     finally:

@@ -1,7 +1,4 @@
-"""One batch of all kinds of requests gives the same tokens and log-probabilities with and without graphs.
-
-On a CPU, stand-ins for the graphs call the functions that a GPU would capture.
-"""
+"""Requests have equal tokens and log-probabilities with and without graphs. On a CPU, stand-ins replace the graphs."""
 
 import asyncio
 from collections.abc import Callable
@@ -42,8 +39,6 @@ Answer = tuple[list[int], list[TokenLogprobs]]
 
 
 class StandInGraph:
-    """Replaces a CUDA graph: `replay` calls a function again, and copies its results to the same tensors."""
-
     def __init__(self, targets: tuple[torch.Tensor, ...], compute: Callable[[], tuple[torch.Tensor, ...]]):
         self._targets = targets
         self._compute = compute
@@ -54,7 +49,7 @@ class StandInGraph:
 
 
 class StandInStepGraphs(StepGraphs):
-    """Has a captured step for every decode. num_replays: replays of each sampling graph, by `SamplingOps`."""
+    """Has a captured step for every decode. num_replays: numbers of replays by `SamplingOps`."""
 
     num_replays: dict[int, int] = {}
     num_draft_replays = 0
@@ -81,7 +76,6 @@ class StandInStepGraphs(StepGraphs):
         logits = torch.empty(num_samples, VOCAB)
         buffers = ForwardOutput(logits, ints(num_samples), ints(num_samples), ints(num_reqs), ints(num_reqs, 16))
         run_forward, choose_tokens, propose, proposer = self._functions
-        # The whole result of the last forward pass, which the proposer of drafts reads.
         outputs: list[ForwardOutput] = []
 
         def run():
@@ -105,7 +99,7 @@ class StandInStepGraphs(StepGraphs):
 
 
 def make_requests() -> list[Request]:
-    """More requests than rows, so that plain requests get rows that special requests have had, and vice versa."""
+    """More requests than rows, so that plain and special requests follow each other in a row."""
     kinds = [*PLAIN, *SPECIAL, *PLAIN, *reversed(SPECIAL), *PLAIN, *SPECIAL]
     return [
         Request(

@@ -1,4 +1,4 @@
-"""An engine in its own process gives the oracle's answers. Open requests fail when this process dies."""
+"""The client of an engine in another process."""
 
 import asyncio
 import multiprocessing
@@ -81,7 +81,7 @@ async def test_a_failing_step_fails_requests_with_the_reason(toy_spec):
     with pytest.raises(EngineDeadError, match="a poisoned token"):
         await collect(engine, greedy("a", [96], 2))
     assert "a poisoned token" in engine.death_reason
-    # Several callers may stop the engine. Each descriptor is closed once: a second close could hit another file.
+    # Several callers may stop the engine. A second close of a descriptor could close another file.
     await asyncio.gather(engine.stop(), engine.stop())
     await engine.stop()
 

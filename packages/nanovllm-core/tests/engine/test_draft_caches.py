@@ -1,4 +1,4 @@
-"""A draft model and an MTP head have the right cache entry for every token, whichever steps compute the token.
+"""A draft model and an MTP head have the right cache entry for every token.
 
 The models sum up their cache entries. So one wrong entry makes nearly all later drafts of a request wrong.
 """
@@ -26,9 +26,7 @@ METHODS = {
     "draft with errors": summing_spec(draft=summing_spec(error_interval=9)),
     "mtp": summing_spec(),
 }
-# Shares of the steps that propose drafts.
 SHARES = (1, 0.6)
-# Each method and each setting occurs with both shares.
 CASES = [
     (method, setting, SHARES[(method_index + setting_index) % 2])
     for method_index, method in enumerate(METHODS)
@@ -37,7 +35,6 @@ CASES = [
 
 
 def make_prompts() -> list[list[int]]:
-    """Half of the prompts continue a common prefix, so that blocks are found in the prefix cache."""
     rng = random.Random(1)
     shared = [rng.randrange(6, VOCAB) for _ in range(64)]
     return [
@@ -47,11 +44,10 @@ def make_prompts() -> list[list[int]]:
 
 
 def make_random_planner(share: float) -> Callable[..., object]:
-    """Returns a replacement of `DraftPlanner.plan_proposals`: only `share` of the steps propose, so the cache lags."""
+    """Returns a `DraftPlanner.plan_proposals` that proposes in only `share` of the steps, so that the cache lags."""
     rng, plan_proposals = random.Random(2), DraftPlanner.plan_proposals
 
     def plan_at_random(*args, has_prompts: bool) -> object:
-        # Steps with prompts propose nothing.
         return plan_proposals(*args, has_prompts=has_prompts or rng.random() >= share)
 
     return plan_at_random
@@ -60,8 +56,8 @@ def make_random_planner(share: float) -> Callable[..., object]:
 @pytest.mark.parametrize(("method", "setting", "share"), CASES)
 async def test_drafts_are_right_if_no_cache_entry_is_wrong(method, setting, share, always_drafts, monkeypatch):
     monkeypatch.setattr(DraftPlanner, "plan_proposals", make_random_planner(share))
-    # An MTP head's entry of a token depends on the next token. Another request may have another token after a cached
-    # block. The block's last entry is then wrong, so the test needs an engine without prefix caching.
+    # An MTP head's cache entry of a token depends on the next token.
+    # So the last entry of a cached block may be wrong for another request.
     settings = {"speculate": method.split()[0], "num_speculative_tokens": NUM_DRAFTS, "prefix_caching": method != "mtp"}
     config = EngineConfig(**CONFIG | settings | SETTINGS[setting])
     engine = await AsyncEngine.start(METHODS[method], config)
@@ -84,7 +80,7 @@ async def test_drafts_are_right_if_no_cache_entry_is_wrong(method, setting, shar
         assert stats.num_cached_prompt_tokens > 100
     verified, accepted = sum(stats.verified_drafts_by_position), sum(stats.accepted_drafts_by_position)
     assert verified > share * NUM_REQUESTS * OUTPUT_LEN / 4
-    # After a preemption, the row keeps old drafts. An accepted old draft has no cache entry if the request's new blocks
-    # have no space for the draft.
+    # After a preemption, the row keeps old drafts.
+    # The request's new blocks may have no space for the cache entries of these drafts.
     is_always_right = method != "draft with errors" and setting != "preempted"
     assert accepted == verified if is_always_right else accepted > verified // 2

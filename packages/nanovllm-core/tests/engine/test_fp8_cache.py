@@ -1,5 +1,3 @@
-"""The engine with an FP8 cache, against an oracle that quantises every key and value."""
-
 import asyncio
 import random
 
@@ -52,12 +50,12 @@ async def test_tokens_equal_those_of_an_oracle_with_quantised_keys_and_values(na
     finally:
         await engine.stop()
     is_equal = [answer == wanted for answer, wanted in zip(found, expected, strict=True)]
-    # On a GPU, the last bit of a sum may differ. This can change a rounding, and then the choice of a token.
+    # On a GPU, sums may differ in the last bit. This may change a few tokens.
     assert all(is_equal) if device == "cpu" else sum(is_equal) >= 12
 
 
 def test_fp8_cache_changes_tokens(oracle, expected):
-    """If an FP8 cache changed no token, the test above could not notice a missing quantisation."""
+    """Otherwise, the test above could not notice a missing quantisation."""
     assert [oracle(prompt, OUTPUT_LEN) for prompt in make_prompts()] != expected
 
 

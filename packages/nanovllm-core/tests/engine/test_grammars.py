@@ -1,5 +1,3 @@
-"""Requests with and without grammars in the same batches, for all settings of the engine."""
-
 import asyncio
 import random
 from dataclasses import replace
@@ -69,7 +67,6 @@ def make_request(name: str, prompt: list[int], grammar: GrammarSpec | None, **sa
 
 
 async def collect(engine, request: Request, max_tokens: int = 1000) -> list[RequestOutput]:
-    """The outputs of a request, which is aborted after `max_tokens` tokens."""
     outputs: list[RequestOutput] = []
     stream = engine.generate(request)
     async for output in stream:
@@ -85,7 +82,6 @@ def tokens_of(outputs: list[RequestOutput]) -> list[int]:
 
 
 def check_answer(compiler, spec: GrammarSpec, outputs: list[RequestOutput]) -> None:
-    """Assert that a complete answer matches its grammar, and that the grammar allows an incomplete answer so far."""
     tokens = tokens_of(outputs)
     if outputs[-1].finish_reason == "stop":
         assert outputs[-1].stop_token == toy_model.EOS
@@ -97,7 +93,7 @@ def check_answer(compiler, spec: GrammarSpec, outputs: list[RequestOutput]) -> N
 
 
 async def serve(toy_spec, compiler, oracle, device: str, settings: dict) -> tuple[int, int]:
-    """Run requests that arrive at random times. Returns the numbers of complete answers and of preemptions."""
+    """Returns the number of complete answers and the number of preemptions."""
     config = EngineConfig(**{**BASE, **settings, "device": device}, forbid_sync=device == "cuda")
     engine = await AsyncEngine.start(toy_spec(), config)
     rng, num_complete = random.Random(3), 0
@@ -174,7 +170,6 @@ async def test_the_end_token_is_sampled_if_the_grammar_allows_no_other(engine):
     outputs = await collect(engine, make_request("a", [1, 2], GrammarSpec("regex", "ab"), **options_against_end))
     assert text_of(tokens_of(outputs)) == b"ab"
     assert (outputs[-1].finish_reason, outputs[-1].stop_token) == ("stop", toy_model.EOS)
-    # If the grammar allows more than the end token, min_tokens applies.
     outputs = await collect(
         engine, make_request("b", [1, 2], GrammarSpec("regex", "(ab)+"), min_tokens=20, temperature=0)
     )

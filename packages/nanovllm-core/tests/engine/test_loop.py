@@ -1,5 +1,3 @@
-"""The order in which the loop plans, launches and posts, and how it stops."""
-
 import asyncio
 import threading
 import time
@@ -28,7 +26,6 @@ def make_request() -> Request:
 
 @pytest.fixture
 def events(monkeypatch) -> list[str]:
-    """The launches and posts of the engine thread, in order."""
     calls: list[str] = []
 
     def record_calls(cls, method_name, event):
@@ -48,9 +45,8 @@ def events(monkeypatch) -> list[str]:
 @pytest.mark.parametrize(
     ("is_asynchronous", "max_steps_in_flight", "order"),
     [
-        # On a CPU, `launch` computes the step. So the loop posts the outputs of a step before the next launch.
+        # On a CPU, `launch` computes the step, so outputs are posted before the next launch.
         (False, None, "launch post launch post launch post launch post launch post launch post"),
-        # The loop knows the length limit before the last token, so it launches no further step.
         (True, 2, "launch launch launch post launch post launch post launch post post post"),
         (True, 1, "launch launch post launch post launch post launch post launch post post"),
     ],
@@ -131,8 +127,6 @@ class SlowEvent:
 
 
 class SlowHostCopyRing:
-    """Host copy buffers of a device whose steps take 50 ms."""
-
     def __init__(self, size: int):
         self._size = size
         self.end_events: list[SlowEvent] = []
@@ -198,7 +192,7 @@ async def test_a_request_that_arrives_during_a_long_step_is_in_the_next_step(slo
             await asyncio.sleep(0.001)
     slow_loop.stop()
     await running
-    # If the loop planned this step too early, it would launch the step 50 ms before the preceding step ends.
+    # A step that is planned too early would be launched 50 ms before the preceding step ends.
     (index,) = short_indices
     assert runner._host_copies.end_events[index - 1].finish_time - launched[index][0] < 0.03
 
@@ -255,7 +249,6 @@ async def test_stats_count_waiting_and_running_requests_during_a_long_step(toy_s
         return stats.num_requests_running, stats.num_requests_waiting
 
     async def wait_for_stats(running: int, waiting: int) -> None:
-        # The step lasts until `may_compute` is set, so stats that come only after the step never arrive.
         async with asyncio.timeout(30):
             while not emitted_stats or counts(emitted_stats[-1]) != (running, waiting):
                 await asyncio.sleep(0.005)

@@ -1,5 +1,3 @@
-"""When the parent of an engine is killed, the engine ends and leaves no files."""
-
 import os
 import subprocess
 import sys
@@ -44,7 +42,6 @@ def test_the_engine_ends_at_once_when_its_parent_is_killed(phase, tmp_path):
         parent.kill()
     killed_s = time.monotonic()
     while is_alive(pid):
-        # In "loading", an engine that misses the end of its parent sleeps for 10 minutes.
         assert time.monotonic() - killed_s < 60
         time.sleep(0.02)
     assert not list(temporary_directory.glob("nanovllm-*"))

@@ -1,5 +1,3 @@
-"""Log-probabilities of prompts equal those of a simple model, and do not change the sampled tokens."""
-
 import asyncio
 import random
 
@@ -23,7 +21,6 @@ CONFIGS = {
 
 
 def make_requests(seed: int) -> list[Request]:
-    """Requests whose prompts share prefixes."""
     rng = random.Random(seed)
     shared = [rng.randrange(90) for _ in range(60)]
     requests = []
@@ -31,7 +28,6 @@ def make_requests(seed: int) -> list[Request]:
         length = rng.choice([1, 2, rng.randrange(1, 60)])
         prompt = shared[: rng.choice([0, 16, 33, 60])] + [rng.randrange(90) for _ in range(length)]
         num_top = rng.choice([None, 0, 1, 3, 20])
-        # Penalties change the sampled tokens, but not the log-probabilities of the prompt.
         penalty = rng.choice([0.0, 0.0, 2.0])
         sampling = SamplingParams(
             temperature=0, max_tokens=OUTPUT_LEN, ignore_eos=True, prompt_logprobs=num_top, presence_penalty=penalty

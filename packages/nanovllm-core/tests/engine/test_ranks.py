@@ -1,5 +1,3 @@
-"""Engines of several ranks on a CPU: the same answers as one rank, and errors when a rank ends."""
-
 import asyncio
 import os
 import signal
@@ -28,13 +26,11 @@ pytestmark = pytest.mark.background
 
 CONFIG = EngineConfig(device="cpu", num_blocks=64, max_num_seqs=4, tensor_parallel_size=2)
 LIMITS = {"max_model_len": 128, "max_num_batched_tokens": 48}
-# An engine that misses an ended rank waits for minutes.
 MAX_END_S = 60
 
 
 @pytest.fixture(scope="module")
 def expected(vetter) -> dict[str, list[RequestOutput]]:
-    """The answers of one rank with memory for all requests."""
     with pytest.MonkeyPatch.context() as patch:
         vetter.use(patch)
         return asyncio.run(answer_all(replace(CONFIG, tensor_parallel_size=1, depth=1, **LIMITS), PROMPTS))
@@ -117,7 +113,6 @@ def test_a_killed_rank_fails_open_requests_and_the_engine_in_this_process():
         await engine.stop()
 
     asyncio.run(run())
-    # The process can start an engine with ranks again.
     assert asyncio.run(answer_greedily(CONFIG)) == asyncio.run(answer_greedily(replace(CONFIG, tensor_parallel_size=1)))
 
 

@@ -1,5 +1,3 @@
-"""The engine with a model that has a recurrent layer: states of running requests, and checkpoints of prompts."""
-
 import asyncio
 import random
 

@@ -1,5 +1,3 @@
-"""Several clients of one engine process: each gets its own outputs, and leaves nothing behind."""
-
 import asyncio
 import multiprocessing
 
@@ -111,8 +109,6 @@ async def test_every_client_learns_that_the_engine_died():
 
 
 class CountingListener:
-    """A listener that counts its wake-ups."""
-
     def __init__(self) -> None:
         self.num_wakes = 0
         self.failure: str | None = None
@@ -132,7 +128,7 @@ def test_unread_outputs_are_merged_into_one():
     assert buffer.take() is None
     buffers.dispatch(StepOutputs([9], [7], [(9, logprobs[0])], starts=[(9, 2, 1.5)]))
     assert listener.num_wakes == 1
-    # Two tokens of this request, and one token of a request that is not open.
+    # Key 8 belongs to no open request.
     buffers.dispatch(StepOutputs([9, 8, 9], [8, 1, 9], [(9, logprobs[1]), (8, logprobs[0]), (9, logprobs[2])]))
     assert buffer.take() == RequestOutput("a", (7, 8, 9), 3, 2, 3, tuple(logprobs[:3]), scheduled_time=1.5)
     assert buffer.take() is None
@@ -178,13 +174,11 @@ def test_outputs_of_a_step_are_split_by_client():
         2: StepOutputs([other_key], [8], [(other_key, logprobs)]),
     }
     assert split_by_client(StepOutputs()) == {}
-    # Log-probabilities of a prompt may come in a step without a token of the request.
     prompt_logprobs = PromptLogprobs(0, bytes(4), bytes(4), b"", b"")
     assert split_by_client(StepOutputs([first_key], [7], prompt_logprobs=[(other_key, prompt_logprobs)])) == {
         0: StepOutputs([first_key], [7]),
         2: StepOutputs(prompt_logprobs=[(other_key, prompt_logprobs)]),
     }
-    # A request may also end in a step without a token of the request.
     assert split_by_client(StepOutputs([first_key], [7], finishes=[(other_key, "length", None)])) == {
         0: StepOutputs([first_key], [7]),
         2: StepOutputs(finishes=[(other_key, "length", None)]),

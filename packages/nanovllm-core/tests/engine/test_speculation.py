@@ -1,5 +1,3 @@
-"""With every sampling option, engines with and without speculation give the same answers."""
-
 import asyncio
 from dataclasses import replace
 
@@ -14,13 +12,12 @@ from nanovllm_core import AsyncEngine, ConfigError, EngineConfig, ModelSpec, Req
 pytestmark = pytest.mark.background
 
 CONFIG = EngineConfig(device="cpu", num_blocks=64, max_num_seqs=4, max_model_len=128, max_num_batched_tokens=48)
-# Half of the prompts contain repetitions, so that drafts are proposed from the first token on.
+# The last two prompts contain repetitions, so that n-gram drafts exist from the first token on.
 PROMPTS = [*sampled_answers.PROMPTS[:2], [11, 12, 13] * 6, [*range(20, 32), *range(20, 30)]]
 
 
 @pytest.fixture(scope="module")
 def expected(vetter) -> dict[str, list[RequestOutput]]:
-    """The answers of an engine without speculation, with memory for all requests."""
     with pytest.MonkeyPatch.context() as patch:
         vetter.use(patch)
         return asyncio.run(answer_all(CONFIG, PROMPTS))
@@ -68,7 +65,7 @@ async def count_drafts(config: EngineConfig, spec: ModelSpec) -> tuple[tuple[int
     engine = await AsyncEngine.start(spec, config)
 
     async def answer(index: int, sampling: SamplingParams) -> None:
-        # Later prompts equal earlier ones up to the last token, so that blocks come from the prefix cache.
+        # Later prompts share a prefix with earlier prompts, so that blocks come from the prefix cache.
         await asyncio.sleep(0.1 * index)
         prompt = [*range(20 + index % 8, 62 + index % 8), index % 3]
         await collect(engine, prompt, sampling, f"r{index}")
@@ -88,7 +85,6 @@ async def count_drafts(config: EngineConfig, spec: ModelSpec) -> tuple[tuple[int
     "settings", [{}, {"kv_cache_dtype": "fp8"}, {"tensor_parallel_size": 2}, {"num_speculative_tokens": 15}]
 )
 async def test_a_model_accepts_its_own_drafts(settings, always_drafts):
-    # A step of 64 tokens has space for 4 requests with a token and 15 drafts each.
     limits = {"max_num_batched_tokens": 64, "num_speculative_tokens": 4}
     config = replace(CONFIG, speculate="draft", **limits | settings)
     verified, accepted = await count_drafts(config, replace(toy_spec(), draft=toy_spec()))

@@ -28,7 +28,6 @@ from nanovllm_core.cache.host_memory import HostMemory
 from nanovllm_core.engine.trace import TRACK_IDS
 from nanovllm_core.execution import entry_copier
 
-# The cache has too few blocks for three conversations of up to 12 blocks, so the conversations evict each other.
 CONFIG = EngineConfig(device="cpu", num_blocks=20, max_num_seqs=2, kv_offload_gib=0.01)
 NUM_TURNS = 4
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -47,7 +46,6 @@ async def generate(engine: AsyncEngine, name: str, prompt: list[int], count: int
 
 
 async def converse(engine: AsyncEngine, expected_answer: AnswerFunction, num_turns: int = NUM_TURNS) -> None:
-    """Three conversations take turns."""
     rng = random.Random(0)
     prompts = [[rng.randrange(6, 97) for _ in range(100)] for _ in range(3)]
     for turn in range(num_turns):
@@ -59,9 +57,8 @@ async def converse(engine: AsyncEngine, expected_answer: AnswerFunction, num_tur
 
 
 async def wait_for_copies(engine: AsyncEngine) -> None:
-    """Wait until the host memory has all cached blocks."""
     scheduler, deadline = engine._loop._scheduler, time.monotonic() + 60
-    # Copies hold blocks, and the stats count these blocks as free only after the copies.
+    # The stats count a block as free only when no copy holds the block.
     while scheduler.has_copies or scheduler.tier._store_queue or engine.stats.num_free_blocks < engine.stats.num_blocks:
         assert time.monotonic() < deadline
         await asyncio.sleep(0.001)
@@ -78,7 +75,6 @@ async def check(spec: ModelSpec, config: EngineConfig, expected_answer: AnswerFu
         assert stats.num_failed_loads == 0
     finally:
         await engine.stop()
-    # In most turns, the cache has evicted at least the end of the conversation.
     assert dict(stats.loaded_tokens)["host"] > stats.num_cached_prompt_tokens / 2 > NUM_TURNS * 80
 
 
@@ -229,7 +225,6 @@ def with_fingerprint(spec: ModelSpec) -> ModelSpec:
 
 
 async def wait_for_files(engine: AsyncEngine) -> None:
-    """Wait until everything in host memory is in files."""
     await wait_for_copies(engine)
     tier, deadline = engine._loop._scheduler.tier, time.monotonic() + 60
     while tier.is_busy or tier._write_queue:

@@ -1,5 +1,3 @@
-"""The trace of a running engine."""
-
 import json
 
 import pytest

@@ -1,5 +1,3 @@
-"""When grammars and budgets make a step wait for the tokens of the previous step."""
-
 import numpy as np
 import torch
 from constrained_steps import VOCAB, CountingGrammar, ScriptedStepHandle, allowed_tokens, make_new_row, make_plan
@@ -64,7 +62,6 @@ def test_allowed_ids_need_a_mask_but_no_wait():
         steps.append(step)
         assert constraints.begin_step(make_plan([0, 2]))
     assert [step.num_waits for step in steps] == [0, 0, 0]
-    # Finished steps are forgotten, although no step waits for them.
     for step in steps:
         step.is_finished = True
     constraints.end_step(ScriptedStepHandle([1, 31]))
@@ -83,7 +80,6 @@ def test_skipped_and_reassigned_rows_are_not_advanced():
     step = ScriptedStepHandle([4, 9])
     constraints.end_step(step)
     step.is_finished = True
-    # Row 0 now belongs to a new request.
     assert constraints.begin_step(make_plan([1, 0], [make_new_row(0, reasoning_budget=ReasoningBudget(0, (10,)))]))
     sample_indices, bits = constraints.fill_masks(np.arange(2))
     assert (sample_indices.tolist(), allowed_tokens(bits)) == ([1], [[10]])
@@ -110,7 +106,6 @@ def test_grammars_advance_in_one_call_and_a_failing_grammar_fails_only_its_row()
     assert constraints.failures == []
     constraints.fill_masks(np.arange(4))
     assert constraints.failures == [GrammarFailure(2, 0, "the grammar can't be followed further: too deep")]
-    # Rows 0 and 3, whose grammars remain, sample the end token.
     constraints.end_step(ScriptedStepHandle([5, 7, 7, 5]))
     assert constraints.begin_step(make_plan(rows))
     assert constraints.fill_masks(np.arange(4)) is None
@@ -128,7 +123,6 @@ def test_slow_call_makes_the_next_steps_match_and_time_each_row_separately(monke
         assert len(calls) == num_calls
         if step == 2:
             assert all(constraint.match_s > 0 for constraint in constraints._constraint_by_row.values())
-            # From now on, no call counts as slow.
             monkeypatch.setattr(constraints_module, "_MAX_BATCH_CALL_S", 10.0)
         constraints.end_step(ScriptedStepHandle([7, 7]))
         constraints.begin_step(make_plan(rows))

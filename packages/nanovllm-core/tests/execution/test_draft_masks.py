@@ -1,5 +1,3 @@
-"""Masks of drafted tokens, failures after drafts, and the state of a constraint after rejected drafts."""
-
 import json
 
 import numpy as np
@@ -30,7 +28,7 @@ CPU = torch.device("cpu")
 
 
 def begin_step_and_fill_masks(constraints: Constraints, plan: StepPlan) -> tuple[int, dict[int, list[int]]]:
-    """Begin a step and fill its masks. Returns (number of masks, tokens that each masked entry allows)."""
+    """Returns (number of masks, tokens that each masked entry allows)."""
     num_masks = constraints.begin_step(plan)
     num_entries = plan.scheduled.num_tokens if plan.shape.has_drafts else np.ones(len(plan.scheduled.rows), np.int64)
     masks = constraints.fill_masks(np.cumsum(num_entries) - num_entries) if num_masks else None
@@ -45,7 +43,7 @@ def begin_step_and_fill_masks(constraints: Constraints, plan: StepPlan) -> tuple
 def start(
     new_rows: list[NewRow], token_ids: list[int], draft_ids: list[list[int]], *, num_entries: int = 30
 ) -> Constraints:
-    """Constraints after a first step that gave each row one of `token_ids`, and proposed `draft_ids`."""
+    """Returns constraints after a step that sampled `token_ids` and proposed `draft_ids`."""
     constraints = Constraints(len(new_rows), VOCAB, CPU, num_entries)
     begin_step_and_fill_masks(constraints, make_plan(range(len(new_rows)), new_rows))
     constraints.end_step(ScriptedStepHandle(token_ids, None, draft_ids))
@@ -66,7 +64,7 @@ def test_no_mask_follows_a_draft_that_violates_allowed_ids_or_a_forced_token():
     constraints = start([allowed, forced], [1, 1], [[2, 3, 4], [6, 6, 7]])
     num_masks, masks = begin_step_and_fill_masks(constraints, make_plan([0, 1], num_drafts=[3, 3]))
     assert num_masks == 8
-    # After tokens 0, 1 and draft 2, the grammar of row 0 allows only token 3, which is not an allowed id.
+    # After draft 2, the grammar of row 0 allows only token 3. Token 3 is not an allowed id.
     assert masks == {0: [2], 5: [7]}
     reason = "allowed_token_ids has no token that the grammar allows after the output so far"
     assert constraints.failures == [GrammarFailure(0, 1, reason)]
@@ -80,7 +78,7 @@ def test_matchers_are_called_once_per_entry_for_all_rows():
     num_masks, masks = begin_step_and_fill_masks(constraints, make_plan(range(4), num_drafts=[1, 3, 3, 0]))
     assert num_masks == 10
     assert masks == {0: [1], 1: [2], 2: [1], 3: [2], 4: [3], 5: [4], 6: [1], 7: [2]}
-    # Batch calls advance and fill all 3 rows for the first two entries. Then row 1 goes on alone, without batch calls.
+    # From the third entry on, row 1 is alone and needs no batch calls.
     assert calls == [3, 3, 3, 3]
 
 
@@ -105,7 +103,6 @@ def test_end_token_among_the_drafts_ends_the_grammar_but_not_the_allowed_ids():
 def test_budget_is_forced_after_drafts():
     row = make_new_row(0, reasoning_budget=ReasoningBudget(3, (7, 8)))
     constraints = start([row], [1], [[1, 7, 8, 9]])
-    # The drafts close the reasoning before the budget is exhausted.
     assert begin_step_and_fill_masks(constraints, make_plan([0], num_drafts=[4])) == (5, {2: [8]})
     constraints.end_step(ScriptedStepHandle([1, 2], [2], [[7, 9, 9, 9]]))
     assert begin_step_and_fill_masks(constraints, make_plan([0], num_drafts=[2])) == (3, {0: [7], 1: [8]})
@@ -133,7 +130,6 @@ def test_number_of_masks_assumes_accepted_drafts_until_the_result_is_known():
     row = make_new_row(0, reasoning_budget=ReasoningBudget(6, (7,)))
     constraints = start([row], [1], [[1] * 5])
     assert constraints.begin_step(make_plan([0], num_drafts=[4])) == 0
-    # The previous step may have accepted all drafts.
     step = ScriptedStepHandle([2], [1], [[1] * 5])
     constraints.end_step(step)
     assert constraints.begin_step(make_plan([0], num_drafts=[1])) == 2
@@ -160,7 +156,6 @@ def test_grammar_that_fails_after_drafts_fails_only_a_request_that_accepts_them(
         assert constraints._constraint_by_row[0].failure is None
         # Try the same position again, as if the step had not been launched.
         constraints._constraint_by_row[0].num_launched_outputs = 1
-    # The retry makes no batch calls (calls for the matchers of all rows).
     assert calls == []
     accepted = [1] if num_rows == 2 else []
     constraints.end_step(ScriptedStepHandle([1, 2, *accepted], [2, *accepted], [[3, 4, 5, 6]] * num_rows))

@@ -1,5 +1,3 @@
-"""After the same tokens, rows with random drafts have the same masks as rows without drafts."""
-
 import json
 import random
 from dataclasses import dataclass, field
@@ -18,11 +16,9 @@ from nanovllm_core.grammar.compiler import Grammar
 
 CPU = torch.device("cpu")
 MAX_DRAFTS = 5
-# A grammar in which strings, numbers and nesting can go on forever.
 VALUE = {"anyOf": [{"type": "string"}, {"type": "integer"}, {"type": "array", "items": {"$ref": "#/$defs/value"}}]}
 ENDLESS = GrammarSpec("json_schema", json.dumps({"$defs": {"value": VALUE}, "type": "array", "items": VALUE}))
 SPECS = [None, None, JSON, REGEX, EBNF, TAG, ENDLESS, ENDLESS]
-# Limits of `json_termination` that short outputs reach.
 LOW_LIMITS = {
     "MIN_REPETITIONS": 2,
     "MIN_REPEATED_TOKENS": 5,
@@ -67,7 +63,7 @@ class ExpectedOutput:
             row.append(self.tokens[-1])
 
     def masks_along(self, tokens: list[int]) -> tuple[list[bytes | None], str | None]:
-        """Masks of each of `tokens` and of the token after them, and the failure that ends the masks, or None."""
+        """Returns the masks of `tokens` and of the next token, and the failure that ends the masks, or None."""
         row, masks = RowWithoutDrafts(self.options, toy_model.VOCAB), []
         for token in [*self.tokens[: self.num_known], *tokens, 0]:
             mask, failure = row.next_mask()
@@ -91,7 +87,6 @@ def draw_options(rng: random.Random, grammars: dict[GrammarSpec, Grammar]) -> di
 
 
 def draw_drafts(rng: random.Random, expected_output: ExpectedOutput) -> list[int]:
-    """Drafts that continue the expected output, with some tokens replaced."""
     drafts = expected_output.tokens[expected_output.num_known :][:MAX_DRAFTS]
     drafts += rng.choices(range(toy_model.VOCAB), k=MAX_DRAFTS - len(drafts))
     for position in range(MAX_DRAFTS):
@@ -103,11 +98,7 @@ def draw_drafts(rng: random.Random, expected_output: ExpectedOutput) -> list[int
 def check_entries(
     expected_output: ExpectedOutput, num_drafts: int, masks: list[bytes | None], failure: tuple[int, str] | None
 ) -> None:
-    """Compare the masks of a row's entries with the masks of a row without drafts.
-
-    masks: one per entry. Entry i samples the token after the row's first i drafts.
-    failure: (entry, reason); None if no entry failed.
-    """
+    """Entry i samples the token after the first i drafts. failure: (entry, reason), or None."""
     drafts = (expected_output.draft_ids or [])[:num_drafts]
     expected_masks, reason = expected_output.masks_along(drafts)
     for entry, expected in enumerate(expected_masks):
@@ -122,7 +113,6 @@ def check_entries(
 
 
 def run_trace(rng: random.Random, grammars: dict[GrammarSpec, Grammar], counts: dict[str, int]) -> None:
-    """Run rows with random drafts until their expected outputs are complete. Add the numbers of events to `counts`."""
     expected_outputs = [ExpectedOutput(draw_options(rng, grammars)) for _ in range(rng.choice([1, 1, 2, 3]))]
     for expected_output in expected_outputs:
         expected_output.sample(rng, rng.randrange(4, 24))

@@ -1,5 +1,3 @@
-"""With `acceptance_length`, steps keep drafts at random and yield this number of tokens on average."""
-
 import asyncio
 
 import pytest
@@ -44,7 +42,6 @@ async def test_first_drafts_are_kept_with_the_probability_of_the_acceptance_leng
     verified, accepted = stats.verified_drafts_by_position, stats.accepted_drafts_by_position
     assert verified[0] > 0
     probability = find_probability(acceptance_length, NUM_DRAFTS)
-    # The first draft is kept with this probability, right or wrong.
     assert accepted[0] / verified[0] == pytest.approx(probability, abs=0.12 if probability > 1e-6 else 1e-6)
 
 

@@ -1,5 +1,3 @@
-"""Tests the selection of captured steps, and that a replayed step equals a step without graphs."""
-
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -205,7 +203,6 @@ def test_replayed_pieces_and_attention_equal_the_captured_forward_pass(monkeypat
     inputs, lengths, tables = torch.ones(8, 2), torch.tensor([3, 2]), torch.zeros(2, 4)
 
     def attention(layer):
-        # Like real attention, this takes only the rows of the batch.
         return lambda q, batch: q * batch + layer
 
     def forward(launch):

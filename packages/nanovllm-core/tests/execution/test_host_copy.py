@@ -1,5 +1,3 @@
-"""Host copy buffers: no slot is used again while its step is in flight or its tokens may still be read."""
-
 import pytest
 import torch
 

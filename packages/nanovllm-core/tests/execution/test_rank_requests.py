@@ -1,5 +1,3 @@
-"""Ranks with different requests: the parts that ranks select from a plan make up the whole plan."""
-
 import random
 
 import numpy as np
@@ -90,7 +88,6 @@ def test_tables_hold_the_requests_of_their_rank_only():
     for rank, parallel in enumerate(make_parallel_contexts()):
         table = RequestTable(ROWS_PER_RANK, 64, 16, 50, 1, torch.device("cpu"), parallel=parallel)
         step = table.apply_plan(plan, 2)
-        # Rank 2 has only padding.
         assert step.device_rows.query_start_loc.tolist() == ([0, 2, 2] if rank < 2 else [0, 0, 0])
         assert step.query_lens.tolist() == ([2] if rank < 2 else [])
         assert step.sampling_indices.tolist() == [0, 2]

@@ -1,5 +1,3 @@
-"""Plans update the device tables; the number of function calls does not depend on the number of requests."""
-
 from dataclasses import replace
 
 import numpy as np
@@ -66,7 +64,6 @@ def test_same_scheduled_rows_reuse_the_inputs_unless_a_row_is_new():
     grown = replace(first, new_blocks=NewBlocks([2], [3], [6]))
     assert table.apply_plan(grown) is inputs
     assert table.block_table[2].tolist() == [0, 0, 0, 6]
-    # A new request that gets the table row may have other sampling options.
     new = NewRow(2, as_token_ids([3, 4]), 2, 1, SamplingParams(temperature=0.5), seed=1, stop_ids=())
     assert table.apply_plan(replace(first, new_rows=[new])).sampling_ops == SamplingOps.RANDOM
     assert table.apply_plan(make_plan([0], [1], [True])).device_rows.table_rows.tolist() == [0]

@@ -1,5 +1,3 @@
-"""Sampling does not depend on compilation or on the options of other rows."""
-
 import numpy as np
 import pytest
 import torch
@@ -45,7 +43,6 @@ def test_compiled_gather_gives_the_same_tokens(table, monkeypatch):
     monkeypatch.setattr(compilation, "BACKEND", counter)
     compiled_gather = compilation.compile_for_rows(gather_columns, min_rows=1)
     ops = SamplingOps.RANDOM | SamplingOps.FILTER
-    # The function compiled for all ROWS must serve other counts too.
     for count in (ROWS, 1, 2, 9, 1, 5):
         logits, rows = torch.randn(count, VOCAB), torch.randperm(ROWS)[:count].int()
         expected = choose_tokens(logits, rows, rows, table, ops, gather_columns)

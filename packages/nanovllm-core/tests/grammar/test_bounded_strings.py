@@ -1,5 +1,3 @@
-"""The rules of bounded strings allow exactly the right strings, and keep the lookaheads that make masks fast."""
-
 import json
 import random
 import re
@@ -21,11 +19,11 @@ from nanovllm_core.grammar.compiler import Compiler, Grammar
 ANY = r"[ -!#-\[\]-\u{7ff}]|[\u{800}-\u{d7ff}\u{e000}-\u{ffff}]|[\u{10000}-\u{10ffff}]"
 CHARACTERS = ("a", " ", "\x7f", "é", "\u07ff", "\u0800", "\ud7ff", "\uffff", "😀", "\U0010ffff")
 BYTES = [bytes((byte,)) for byte in range(256)]
-# `WORDS` are tokens of several characters; some contain a closing quote. `PARTS` begin or end within a character.
 WORDS = [
     *("a" * length for length in (2, 3, 5, 8, BLOCK_LENGTH, BLOCK_LENGTH + 1, MIN_TAIL_LENGTH, 60)),
     *("éé", "a😀", "€" * 9, 'a"', 'aaa"', '"}', 'a"}', '","b', 'aa","b":"a', '""', "a\n", "\\n"),
 ]
+# Each of these tokens begins or ends within a character.
 PARTS = [b"a\xc3", b"\xa9a", b"\x98\x80aa", b'\xa9"', b"\x80\x80"]
 END = 256
 TOKENS = [*BYTES, b"", *(word.encode() for word in WORDS), *PARTS]
@@ -78,10 +76,7 @@ def test_large_bounds_are_exact(compiler):
 
 
 def fits(written: bytes, low: int, high: int | None) -> bool:
-    """Whether `written` is a valid object or the beginning of one.
-
-    The object has a string `a` of low to high characters, and optionally a string `b` of up to 3 characters.
-    """
+    """Whether `written` is a valid object or the beginning of one."""
     text = written.decode(errors="ignore")
     try:
         written.decode()
@@ -104,7 +99,7 @@ def fits(written: bytes, low: int, high: int | None) -> bool:
     [(0, 40), (2, 48), (0, 63), (5, 130), (0, 200), (20, 20), (24, 40), (41, 60), (40, 130), (2, None), (45, None)],
 )
 def test_masks_allow_exactly_the_tokens_that_fit(compiler, low, high):
-    """A mask may lack a token that fits, but only if the token has more than `always_allowed_length` bytes."""
+    """A mask may lack a token that fits only if the token has more than `always_allowed_length` bytes."""
     always_allowed_length = HALF_BLOCK_LENGTH if low > BLOCK_LENGTH else MIN_TAIL_LENGTH - BLOCK_LENGTH
     schema = {
         "type": "object",
@@ -118,7 +113,7 @@ def test_masks_allow_exactly_the_tokens_that_fit(compiler, low, high):
     rng = random.Random(str(high))
     mask = np.zeros((1, len(grammar.usable_token_mask)), np.int32)
     for turn in range(6):
-        # A terminator, which the inner matcher lacks, would end strings that repeat themselves.
+        # `inner` has no terminator. A terminator would end strings that repeat themselves.
         matcher, written = grammar.start().inner, b'{"a":"'
         assert all(matcher.accept_token(byte) for byte in written)
         while not matcher.is_completed():
@@ -139,7 +134,7 @@ def test_masks_allow_exactly_the_tokens_that_fit(compiler, low, high):
 
 
 def test_no_rule_loses_its_lookahead(compiler):
-    """Without lookaheads, xgrammar tests thousands of tokens for every mask. Another version may drop lookaheads."""
+    """Without lookaheads, xgrammar tests thousands of tokens for every mask."""
     properties = {
         f"p{high}": bounded_string_schema(low, high)
         for low, high in ((0, 20), (3, 100), (70, 500), (0, 2000), (9, None))
@@ -176,7 +171,6 @@ def test_only_patterns_that_bound_a_length_are_parsed():
 
 
 def test_text_that_resembles_patterns_is_left_unchanged(compiler):
-    """Texts stay as they are, even if they resemble patterns, keywords or rules."""
     bounded_schema = {"type": "string", "pattern": "^(?:[a-b]){0,3}$"}
     schema = {
         "type": "object",

@@ -1,5 +1,3 @@
-"""Which schemas cost too much to compile, and how the cost (in steps) grows."""
-
 import json
 import random
 import string
@@ -111,7 +109,6 @@ def test_expensive_schemas_are_refused_with_advice_before_they_are_compiled(name
             3,
         ),
         (lambda n: {"enum": words(n, 50)}, (100, 200, 400), 2.1),
-        # Strings share their rules, whatever their number and bounds are.
         (lambda n: bounded_strings_schema(n, 1), (20, 40, 80), 2),
         (lambda n: bounded_strings_schema(n, 20, 17), (20, 40, 80), 2),
     ],
@@ -173,7 +170,7 @@ def test_steps_of_the_conversion_grow_with_the_size(steps, make, factor):
 def test_conversion_of_hostile_schemas_ends_at_the_limit(steps, schema):
     with pytest.raises(GrammarError):
         convert_grammar(GrammarSpec("json_schema", json.dumps(schema)))
-    # The last call may exceed the limit: one call counts up to 2,000 steps.
+    # The last call may count up to 2,000 steps.
     assert sum(steps) <= MAX_STEPS + 2_000
 
 

@@ -1,5 +1,3 @@
-"""Checks random outputs of compiled grammars with code that uses only the standard library."""
-
 import json
 import random
 
@@ -25,7 +23,7 @@ def allowed(grammar_mask: np.ndarray) -> list[int]:
 
 
 def walk(grammar: Grammar, rng: random.Random, max_tokens: int) -> tuple[list[int], bool]:
-    """Choose random allowed tokens, often the end token. Returns the tokens, and whether the end token was chosen."""
+    """Choose random allowed tokens. Returns the tokens, and whether the end token was chosen."""
     matcher, mask, tokens = grammar.start(), np.zeros((1, NUM_MASK_WORDS), np.int32), []
     while len(tokens) < max_tokens:
         matcher.fill_mask(mask, 0)

@@ -1,5 +1,3 @@
-"""The grammar cache: compiles each grammar once and evicts the least recently used."""
-
 import asyncio
 
 import pytest
@@ -23,7 +21,6 @@ async def grammar_cache(vetter, monkeypatch):
 
 @pytest.fixture
 def compiled_specs(monkeypatch) -> list[GrammarSpec]:
-    """Every spec that is compiled, in order."""
     specs: list[GrammarSpec] = []
     compile_one = Compiler.compile
 

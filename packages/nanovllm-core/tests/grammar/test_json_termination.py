@@ -1,5 +1,3 @@
-"""Endless strings, numbers and nesting of JSON are ended; other output is unchanged."""
-
 import json
 import random
 
@@ -34,7 +32,7 @@ def make_schema_spec(value) -> GrammarSpec:
 
 
 def write(grammar: Grammar, begin: str, repeated: list[bytes], max_tokens: int) -> bytes:
-    """Write `begin`, then `repeated` while the grammar allows it (`max_tokens` tokens in all). End the JSON text."""
+    """Write `begin`, then repeat `repeated` while the grammar allows it, then end the JSON text."""
     matcher, mask = grammar.start(), np.zeros((1, -(-len(TOKENS) // 32)), np.int32)
     written: list[int] = []
 

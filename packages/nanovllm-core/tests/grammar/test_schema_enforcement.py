@@ -1,5 +1,3 @@
-"""JSON schemas in grammars are converted outside of the caller's process, wherever they stand in a grammar."""
-
 import asyncio
 import json
 
@@ -14,7 +12,6 @@ from nanovllm_core.grammar.schema_enforcement import convert_grammar
 from nanovllm_core.grammar.schemas.declared_types import declared_types
 from nanovllm_core.grammar.schemas.shape_resolver import ShapeResolver
 
-# The conversion takes seconds until it reaches the limit of steps.
 SLOW_SCHEMA = {"oneOf": [{"type": "string", "pattern": f"^pattern{i}"} for i in range(1000)]}
 UNIQUE = {"type": "array", "uniqueItems": True}
 
@@ -31,7 +28,7 @@ async def test_conversion_does_not_run_in_this_process_and_does_not_block_its_lo
     source = json.dumps(SLOW_SCHEMA)
     assert len(source) > 10_000
     try:
-        # The child process is forked from the vetting process, which the patch does not reach.
+        # The conversion runs in another process, which the patch does not reach.
         compiling = asyncio.create_task(cache.compile(GrammarSpec("json_schema", source)))
         num_loop_turns = 0
         while not compiling.done():
@@ -43,7 +40,6 @@ async def test_conversion_does_not_run_in_this_process_and_does_not_block_its_lo
         grammar = await cache.compile(GrammarSpec("json_schema", json.dumps(OBJECT)))
         assert grammar.start() is not None
         assert steps == []
-        # In this process, the patch notices a conversion.
         convert_grammar(GrammarSpec("json_schema", json.dumps(OBJECT)))
         assert steps
     finally:

@@ -1,5 +1,3 @@
-"""Grammars that take too much time or memory are refused in time, without affecting others."""
-
 import json
 import os
 import signal
@@ -24,7 +22,6 @@ def make_vetter() -> Vetter:
 
 @pytest.fixture(scope="module")
 def strict_vetter():
-    """A vetter with a low time limit."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(vetting, "MAX_SECONDS", 2.0)
         vetter = make_vetter()
@@ -68,7 +65,7 @@ def test_time_in_which_a_grammar_gets_no_cpu_does_not_count(strict_vetter):
     while not (trial_pids := child_pids(strict_vetter.pid)):
         assert thread.is_alive()
     os.kill(trial_pids[0], signal.SIGSTOP)
-    # Wait longer than the time limit of `strict_vetter`.
+    # This time is longer than the limit of `strict_vetter`.
     time.sleep(2.5)
     assert outcomes == []
     os.kill(trial_pids[0], signal.SIGCONT)

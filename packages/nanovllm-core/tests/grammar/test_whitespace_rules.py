@@ -1,4 +1,4 @@
-"""Places with the same next element share one whitespace rule. The merged rules accept the same texts as before."""
+"""Places with the same next element share one whitespace rule."""
 
 import json
 
@@ -52,7 +52,6 @@ def masks_along(compiled: xgrammar.CompiledGrammar, tokens: list[int], num_words
 
 @pytest.fixture(scope="module")
 def compilers() -> tuple[xgrammar.GrammarCompiler, list[bytes]]:
-    # A rule's lookahead decides whether masks allow tokens with whitespace and several elements.
     words = [bytes([byte]) for byte in range(256)]
     words += [b" " + word for word in (b'"', b":", b",", b"}", b"]", b'" :', b', "', b'"inner"', b"true", b"1,")]
     words += [b'":', b'": ', b'",', b'"}', b"}}", b" }}", b" ]", b'{"', b'{ "', b"[ ", b", ", b'":"', b'\n"inner']

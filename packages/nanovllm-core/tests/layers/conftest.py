@@ -1,5 +1,3 @@
-"""Fixtures: build contexts of one rank, and of several ranks without a communicator."""
-
 from collections.abc import Callable
 
 import pytest
@@ -16,7 +14,7 @@ def build() -> BuildContext:
 
 @pytest.fixture
 def ranks() -> Callable[[int], list[BuildContext]]:
-    """Tests combine the results of the ranks themselves."""
+    """The ranks have no communicator. Tests combine the results of the ranks."""
 
     def make_builds(size: int) -> list[BuildContext]:
         contexts = [ParallelContext(rank, size) for rank in range(size)]

@@ -48,7 +48,6 @@ def test_a_request_in_two_steps_attends_as_if_whole(is_captured):
             backend="torch",
         )
         slots = blocks[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
-        # During capture, layers pass only their queries, so the launch function holds the batch.
         launch = (lambda attend, q, batch=attention: attend(q, batch)) if is_captured else None
         ctx = ForwardContext(None if is_captured else attention, slots, (other_cache, cache), launch_attention=launch)
         outputs.append(attend(heads.view_heads(qkv[begin:end].clone()), rotary.plan(positions), ctx, cache_index=1))

@@ -1,5 +1,3 @@
-"""A function that `compile_for_rows` returns is compiled at most once for all numbers of rows above 1."""
-
 import importlib.util
 import os
 import subprocess
@@ -23,7 +21,7 @@ CACHE_VARIABLES = {
 
 @pytest.fixture(autouse=True)
 def counter(monkeypatch, tmp_path) -> CompileCounterWithBackend:
-    """Replaces Inductor, and counts compilations. A second compilation of the same function is an error."""
+    """Replaces Inductor. A second compilation of the same function is an error."""
     counter = CompileCounterWithBackend("aot_eager")
     monkeypatch.setattr(compilation_module, "BACKEND", counter)
     monkeypatch.setenv("NANOVLLM_CACHE", str(tmp_path))

@@ -1,5 +1,3 @@
-"""Gated DeltaNet and the projection of gated attention: the results of all ranks together equal those of one rank."""
-
 import pytest
 import torch
 from torch import nn

@@ -38,7 +38,7 @@ def make_weights(shape):
 
 
 def attend_naively(x, shape, weights):
-    """The expected result of `forward`: the paper's equations for each head, in float64."""
+    """The equations of https://arxiv.org/abs/2405.04434 for each head, in float64."""
     w = {name.removesuffix(".weight"): tensor.double() for name, tensor in weights.items()}
     x = x.double()
 
@@ -106,7 +106,6 @@ def test_a_request_in_two_steps_attends_as_the_paper_says(changes, is_captured):
             return out
 
         slots = blocks[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
-        # During capture, layers pass only their queries, so the launch function holds the batch.
         ctx = ForwardContext(
             None if is_captured else attention,
             slots,

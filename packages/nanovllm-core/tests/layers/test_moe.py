@@ -1,5 +1,3 @@
-"""Experts and routers load checkpoints to the right places, on one rank and on several."""
-
 from dataclasses import replace
 
 import pytest
@@ -64,7 +62,6 @@ def compute_experts(x: Tensor, weights: Tensor, ids: Tensor, tensors: dict[str, 
 
 @pytest.fixture
 def routing() -> tuple[Tensor, Tensor, Tensor]:
-    """Hidden states of tokens, and the weights and ids of each token's experts."""
     weights, ids = torch.rand(5, NUM_EXPERTS).topk(2)
     return torch.randn(5, HIDDEN), weights, ids.int()
 
@@ -171,7 +168,6 @@ def test_a_router_and_its_experts_are_one_feed_forward_layer(bias, name, build):
 @pytest.mark.parametrize("gate", [None, "shared_expert_gate"])
 @pytest.mark.parametrize("size", [1, 2])
 def test_shared_expert_is_computed_as_one_more_expert(size, gate, quantization, ranks):
-    """The result equals that of a separate shared expert with the same tensors."""
     width, shared = (256, SharedExpertNames("shared_expert", gate))
     tensors = expert_tensors("mlp.experts", width=width) | {"mlp.gate.weight": torch.randn(NUM_EXPERTS, HIDDEN)}
     shared_tensors = {
@@ -244,8 +240,6 @@ def test_random_experts_depend_on_the_seed(build):
 
 
 def test_work_to_load_experts_grows_linearly_with_their_number(build):
-    """DeepSeek-R1 has 90,000 tensors of experts, so quadratic work would be too slow."""
-
     def count_load_calls(num_layers: int, num_experts: int) -> int:
         layers = nn.ModuleList(Experts(num_experts, 2, 2, build, quantization=BlockFP8()) for _ in range(num_layers))
         names = [name for index, layer in enumerate(layers) for name, _ in layer.weight_slots(str(index))]

@@ -1,5 +1,3 @@
-"""Layers with block FP8 weights use exactly the checkpoint's weights, also where parts are concatenated."""
-
 import re
 
 import pytest
@@ -19,14 +17,12 @@ FP8 = BlockFP8()
 
 
 def make_quantized_tensors(name, rows, width):
-    """Tensors in the format of a checkpoint. Each block has a different scale."""
     data, scales = quantize_blocks(torch.randn(rows, width))
     scales = scales * torch.rand(scales.shape).add(0.5)
     return {f"{name}.weight": data, f"{name}.weight_scale_inv": scales}
 
 
 def dequantize_modules(tensors, *names):
-    """The float32 weights of the modules `names`, concatenated."""
     weights = [BlockFP8Weight(tensors[f"{name}.weight"], tensors[f"{name}.weight_scale_inv"]) for name in names]
     return torch.cat([dequantize(weight) for weight in weights])
 

@@ -23,7 +23,7 @@ def test_the_table_holds_cosines_then_sines_of_the_angles():
 
 def test_llama3_scaling_slows_slow_frequencies_only():
     scaling = Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=64)
-    # 1 radian per position is fast (wavelength 6 < 64 / 4), 0.01 is slow (628 > 64), 0.1 is in between (62.8).
+    # The wavelengths are 6, 63 and 628 positions: fast, in between and slow.
     dim, theta = 6, 1000.0
     plain = rotary_table(RotaryConfig(theta), dim, 2, CPU)[1]
     scaled = rotary_table(RotaryConfig(theta, scaling), dim, 2, CPU)[1]
@@ -42,7 +42,6 @@ def test_llama3_scaling_slows_slow_frequencies_only():
         (64, 10000.0, YarnScaling(40.0, 4096, 1.0, beta_fast=32.0, beta_slow=1.0)),
         (16, 500.0, YarnScaling(4.0, 64, 1.2, beta_fast=8.0, beta_slow=0.5)),
         (16, 500.0, YarnScaling(4.0, 64, 1.0, truncate=False)),
-        # The ramp covers no dimensions.
         (4, 10.0, YarnScaling(2.0, 8, 1.0, beta_fast=4.0, beta_slow=4.0)),
     ],
 )

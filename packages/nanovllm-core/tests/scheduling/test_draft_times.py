@@ -1,5 +1,3 @@
-"""The predicted times of steps with drafts: how they are measured, interpolated and corrected."""
-
 import pytest
 
 from nanovllm_core.scheduling.draft_times import DecodeTimes, DraftLimits, DraftTimes, measure_draft_times
@@ -10,8 +8,6 @@ MEASURED = (DecodeTimes(1, 0.010, 0.001, 0.002), DecodeTimes(3, 0.020, 0.0005, 0
 
 
 class Device:
-    """A step takes 1 ms plus 0.1 ms per token. A proposal adds 2 ms. Late entries add 3 ms, and 10 us per entry."""
-
     def __init__(self, speed: float = 1.0):
         self.measured: list[tuple[int, int, bool, int]] = []
         self._speed = speed
@@ -32,9 +28,8 @@ def test_measured_times_are_those_of_the_device():
 def test_steps_are_measured_up_to_the_limits():
     device = Device()
     measure_draft_times(device.time_decodes, 100, LIMITS)
-    # With 32 requests, a step has space for one draft each. With 64 requests, it has no space for drafts.
     assert max(device.measured) == (32, 1, False, 0)
-    # Measuring ends at the first step over 50 ms. Steps that propose for 1, 2 and 4 requests take 47, 48 and 51 ms.
+    # Measuring ends at the first step over 50 ms.
     slow = Device(speed=1 / 15)
     measure_draft_times(slow.time_decodes, 100, LIMITS)
     assert max(num_reqs for num_reqs, *_ in slow.measured) == 4

@@ -1,5 +1,3 @@
-"""Tests how many drafts the planner chooses, given the acceptance of earlier drafts and the times of steps."""
-
 import numpy as np
 import pytest
 
@@ -21,13 +19,8 @@ STEP_S = 0.01
 class Decodes:
     """Requests that decode. When step n is planned, the results of the steps up to n - 2 are known.
 
-    Late entries are entries of earlier tokens that the draft model's cache still lacks. All times are relative to
-    the time of a step without drafts.
-    relative_draft_time: time per verified draft.
-    relative_proposal_time: time per step that proposes.
-    relative_late_entry_time: time per late entry.
-    relative_late_pass_time: time per step with late entries.
-    extra_time: time of all drafts, proposals and late entries so far.
+    Late entries are entries of earlier tokens that the draft model's cache still lacks.
+    Times are relative to the time of a step without drafts. Pass times are per step with late entries.
     """
 
     def __init__(
@@ -58,20 +51,19 @@ class Decodes:
         self.start_requests(prompt_len)
 
     def start_requests(self, prompt_len: int = 0) -> None:
-        """Replace all requests by new ones, whose prompts have been computed."""
+        """Replace all requests by requests with computed prompts."""
         self._in_flight = None
         self.rows.num_proposed[:] = self.rows.draft_trials[:] = self.rows.draft_successes[:] = 0
         self.rows.num_tokens[:], self.rows.max_total_tokens[:] = prompt_len + 10, prompt_len + 10_000
         self.rows.num_computed_tokens[:], self.rows.draft_lag[:] = prompt_len + 9, prompt_len + 9
 
     def choose(self) -> list[int]:
-        """The number of drafts of each request in the next step."""
         count = len(self.rows.keys)
         num_drafts = self.planner.choose(np.arange(count), StepWork(count, 0, 0))
         return [0] * count if num_drafts is None else num_drafts.tolist()
 
     def run_steps(self, count: int, *, accepts: bool, num_proposed: int = MAX_DRAFTS) -> int:
-        """Run steps that accept all or none of the chosen drafts. Returns the number of steps that proposed drafts."""
+        """Returns the number of steps that proposed drafts."""
         num_before = len(self.proposing_steps)
         for _ in range(count):
             self._run_step(accepts=accepts, num_proposed=num_proposed)
@@ -123,8 +115,8 @@ def test_accepted_drafts_lead_to_as_many_drafts_as_allowed():
     assert decodes.planner.num_accepted.tolist() == decodes.planner.num_verified.tolist()
 
 
-# By number of requests: relative times of a draft, a proposal, a pass of late entries, and a late entry. Measured on an
-# H100 with the shapes of Llama-8B and, for drafts, Llama-1B. The times of 64 requests also serve for 256 requests.
+# By number of requests: relative times of a draft, a proposal, a pass of late entries, and a late entry.
+# Measured on an H100 with the shapes of Llama-8B. The draft model has the shapes of Llama-1B.
 MEASURED_RELATIVE_TIMES = {1: (0.03, 0.79, 2.4, 0.001), 64: (0.0015, 1.12, 2.0, 0.001), 256: (0.0015, 1.12, 2.0, 0.001)}
 
 
@@ -133,7 +125,6 @@ def test_rejected_drafts_of_a_model_cost_less_than_three_percent_of_512_tokens(n
     relative_draft_time, *relative_times = MEASURED_RELATIVE_TIMES[num_requests]
     names = ("relative_proposal_time", "relative_late_pass_time", "relative_late_entry_time")
     options = {**dict(zip(names, relative_times, strict=True)), "prompt_len": 500}
-    # The default limit, and a limit at which 256 requests may have drafts.
     for max_step_tokens in (256, 2048):
         decodes = Decodes(relative_draft_time, num_requests, max_step_tokens, **options)
         for _ in range(3):
@@ -149,7 +140,6 @@ def test_rejected_drafts_of_a_model_cost_less_than_three_percent_of_512_tokens(n
 
 def test_slow_steps_with_prompts_do_not_make_proposals_seem_free():
     decodes = Decodes(0.2, relative_proposal_time=0.9)
-    # Steps with prompts replay no graph, so that they take many times as long as decodes.
     calibrate(decodes.step_time_model, lambda num_tokens, _: 5 * STEP_S + num_tokens * 1e-5, 8192, 8192)
     for _ in range(3):
         extra_before = decodes.extra_time
@@ -178,7 +168,7 @@ def test_proposing_resumes_after_drafts_become_right(num_requests):
     decodes = Decodes(0.01, num_requests, 512, relative_proposal_time=1.0, relative_late_entry_time=0.001)
     assert decodes.run_steps(300, accepts=False) < 12
     decodes.run_steps(800, accepts=True)
-    # 64 old requests have too many late entries to propose again soon, so test new requests.
+    # Old requests have too many late entries to propose again soon.
     if num_requests > 1:
         decodes.start_requests()
         decodes.run_steps(20, accepts=True)
@@ -196,8 +186,6 @@ def test_drafts_of_a_model_wait_until_its_entries_of_the_prompt_exist():
     )
     assert decodes.run_steps(3, accepts=True) == 0
     assert decodes.run_steps(20, accepts=True) == 20
-    # After step 4, 213 tokens are computed: 209 before step 1, and one per step. All their entries are late except the
-    # last, which the proposal itself computes.
     assert decodes.num_late_draft_entries[:5] == [64, 64, 64, 20, 0]
 
 

@@ -1,4 +1,4 @@
-"""Groups of requests, each with its own cache and rows: the choice of a group, and its limits."""
+"""Groups of requests, each with its own cache and rows."""
 
 import numpy as np
 
@@ -57,7 +57,7 @@ def test_each_group_computes_at_most_its_own_budget_of_tokens():
     for key in range(3):
         add_request(scheduler, key, [key + 2] * 200)
     shape = run_step(scheduler).plan.shape
-    # Each group computes a prompt of 200 tokens. One group also computes whole blocks of the third prompt.
+    # One group also computes whole blocks of the third prompt.
     num_tokens = 200 + (MAX_GROUP_TOKENS - 200) // BLOCK_SIZE * BLOCK_SIZE
     assert (shape.num_reqs, shape.num_tokens) == (2, num_tokens)
     assert scheduler.counters.num_computed_tokens == num_tokens + 200
@@ -108,7 +108,7 @@ def test_preemption_frees_blocks_of_the_group_that_lacks_them():
     run_step(scheduler)
     groups = [group_of(scheduler, request) for request in requests]
     assert sorted(groups) == [0, 0, 1, 1]
-    # Request 0 ends early. Its group then has enough blocks, so only the other group preempts.
+    # The group of request 0 then has enough blocks, so only the other group preempts.
     scheduler.abort(0)
     while scheduler.counters.num_preemptions == 0:
         run_step(scheduler)

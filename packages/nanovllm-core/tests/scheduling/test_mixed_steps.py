@@ -40,14 +40,14 @@ def complete(scheduler: Scheduler, step: ScheduledStep) -> None:
 
 
 def run_step(scheduler: Scheduler) -> list[int]:
-    """Run a step. Returns the number of computed tokens of each request, in the order of the plan."""
+    """Returns the number of computed tokens of each request, in the order of the plan."""
     step = scheduler.schedule()
     complete(scheduler, step)
     return step.plan.scheduled.num_tokens.tolist()
 
 
 def run_step_by_key(scheduler: Scheduler) -> dict[int, int]:
-    """Run a step. Returns the number of computed tokens by request key."""
+    """Returns the number of computed tokens by request key."""
     step = scheduler.schedule()
     rows, num_tokens, _ = step.plan.scheduled
     keys = scheduler.rows.keys[rows].tolist()
@@ -80,7 +80,6 @@ def test_a_prompt_with_little_left_to_compute_goes_before_one_with_fewer_tokens(
         run_step(scheduler)
     add_request(scheduler, 1, 300, token=3)
     add_request(scheduler, 2, 1650)
-    # The cache has 1,600 tokens of the third prompt.
     assert run_step_by_key(scheduler)[2] == 50
 
 
@@ -207,9 +206,6 @@ def test_a_chunk_drops_a_mostly_idle_last_round_if_attention_takes_most_of_the_t
 
 @pytest.mark.parametrize(("limit_s", "expected"), [(0.0190, 928), (0.0165, 512)])
 def test_a_chunk_is_cut_where_its_last_round_of_attention_would_exceed_the_limit(limit_s, expected):
-    # By its attention pairs, a chunk of 960 tokens takes less than 19 ms. Its last round counts as a whole round, so
-    # only 928 tokens fit.
-    # With 16.5 ms, round 2 would be mostly idle, so the chunk ends after round 1 (512 tokens).
     scheduler = make_fitted_scheduler(
         StepLimits(8192, prompt_step_limit_s=limit_s, attention_estimator=ESTIMATOR), 1e-5, 2e-8
     )
@@ -221,7 +217,6 @@ def test_a_step_ends_at_a_padded_size_where_padding_would_exceed_its_limit():
     limits = StepLimits(8192, prompt_step_limit_s=0.02, padded_token_counts=(256, 512, 1024, 1536, 2048, 4096))
     scheduler = make_fitted_scheduler(limits, 1e-5, 1e-12)
     add_request(scheduler, 0, LONG_PROMPT_TOKENS)
-    # 20 ms are 2,000 tokens, which would be padded to 2,048.
     assert run_step(scheduler) == [1536]
     assert scheduler.schedule().work.num_tokens == 1536
 

@@ -31,7 +31,7 @@ def make_scheduler(num_blocks: int, max_num_seqs: int, max_tokens: int, *, prefi
 
 
 def make_decoding_scheduler(num_requests: int, *, prefix_caching: bool) -> Scheduler:
-    """A scheduler of decoding requests whose last block has space for more than eight tokens."""
+    """The last block of each request has space for more than eight tokens."""
     scheduler = make_scheduler(4 * num_requests, num_requests, 64 * num_requests, prefix_caching=prefix_caching)
     for key in range(num_requests):
         request = Request(f"r{key}", [2 + key] * 36, SamplingParams(stop_token_ids=(0,)))
@@ -67,16 +67,12 @@ def test_a_step_that_gives_each_request_a_block_makes_two_calls_per_request():
         (many_count - few_count) / (MANY_REQUESTS - FEW_REQUESTS)
         for few_count, many_count in zip(counts[FEW_REQUESTS], counts[MANY_REQUESTS], strict=True)
     ]
-    # All requests get their next block in the same step.
     assert sum(extra > 0 for extra in calls_per_request) == 1
     assert max(calls_per_request) <= 2
 
 
 def count_new_blocks(num_blocks: int, num_steps: int) -> tuple[list[int], list[int]]:
-    """Run decode steps of requests whose blocks become full at different times.
-
-    Returns the number of new blocks of each step, and the number of unneeded blocks of each request at the end.
-    """
+    """Returns the number of new blocks per step, and of unneeded blocks per request at the end."""
     num_requests = BLOCK_SIZE
     scheduler = make_scheduler(num_blocks, num_requests, 1024)
     for key in range(num_requests):
@@ -88,7 +84,7 @@ def count_new_blocks(num_blocks: int, num_steps: int) -> tuple[list[int], list[i
         step = scheduler.schedule()
         new_blocks.append(len(step.plan.new_blocks.rows))
         scheduler.complete(step, StepResults(np.full(num_requests, 7, np.int32), ()))
-    # The last token has been sampled, but not computed, so it needs no cache slot yet.
+    # The last token is not computed yet, so it needs no cache slot.
     unneeded_blocks = [
         len(request.block_ids) - -(-(request.num_tokens - 1) // BLOCK_SIZE) for request in scheduler.running_requests
     ]
@@ -102,8 +98,6 @@ def test_all_requests_get_blocks_in_one_step_if_many_blocks_are_free():
 
 
 def test_scarce_blocks_go_only_to_requests_that_need_one_now():
-    # Each prompt takes three blocks, so three per request stay free. The scheduler gives blocks early only if four per
-    # request are free.
     new_blocks, unneeded_blocks = count_new_blocks(6 * BLOCK_SIZE, 3 * BLOCK_SIZE)
     assert new_blocks == [1] * 3 * BLOCK_SIZE
     assert max(unneeded_blocks) == 0
@@ -111,7 +105,6 @@ def test_scarce_blocks_go_only_to_requests_that_need_one_now():
 
 def test_no_request_gets_a_block_beyond_its_maximum_length():
     scheduler = make_scheduler(1000, 2, 1024)
-    # The first request needs a block at once. The blocks of the second request hold its whole answer.
     for key, (length, max_tokens) in enumerate(((16, 10), (20, 13))):
         request = Request(f"r{key}", [2] * length, SamplingParams(ignore_eos=True, max_tokens=max_tokens))
         scheduler.add(RequestState(key, request))
@@ -127,7 +120,7 @@ def test_consecutive_decode_steps_of_the_same_requests_share_their_rows():
     results = StepResults(np.array([7, 8], np.int32), ())
     scheduler.complete(first, results)
     scheduler.abort(1)
-    # The step in flight still refers to the row. After this step, the row and the key are free.
+    # After this step, the row and the key of the aborted request are free.
     assert scheduler.complete(second, results).keys == [0]
     newcomer = RequestState(1, Request("r1", [9], SamplingParams()))
     scheduler.add(newcomer)
@@ -151,7 +144,7 @@ def test_blocks_of_an_answer_are_registered_at_intervals_and_at_its_end():
     for _ in range(100):
         run_step(scheduler, 1)
         num_committed_blocks.append(request.num_committed_blocks)
-    # After steps 1 to 99, 40 to 138 tokens are computed. Step 100 ends the request, which then holds no blocks.
+    # The last step ends the request, which then holds no blocks.
     interval = max(COMMIT_INTERVAL_TOKENS, BLOCK_SIZE)
     expected = [max(2, computed // interval * (interval // BLOCK_SIZE)) for computed in range(40, 139)] + [0]
     assert num_committed_blocks == expected

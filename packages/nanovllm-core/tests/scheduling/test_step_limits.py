@@ -23,14 +23,14 @@ TARGET_STEP_S, PROMPT_STEP_LIMIT_S = 0.025, 0.05
 MAX_STEP_TOKENS = 8192
 PADDED_TOKENS = tuple(mixed_sizes(MAX_STEP_TOKENS))
 ESTIMATOR = AttentionEstimator(tile_tokens=32, tiles_per_round=16)
-# Share by which steps may exceed their limits: the linear model predicts neither noise nor the bend in `true_seconds`.
+# Steps may exceed their limits by this share. The model predicts neither noise nor the bend in `true_seconds`.
 MAX_EXCESS = 0.12
-# One step may exceed its limit by this share, because the model first has to learn the bend.
+# One step may exceed its limit by this share, because the model has to learn the bend first.
 MAX_EARLY_EXCESS = 0.35
 
 
 def true_seconds(work: StepWork) -> float:
-    """Step time of an H200 with 8B parameters: matrix products (memory or compute bound), attention, overhead."""
+    """Step time of a model with 8B parameters on an H200."""
     products_s = max(4.0e-3, 20e-6 * work.num_tokens)
     return products_s + 3.1e-8 * work.decode_context + 9e-10 * work.prompt_pairs + 0.4e-3
 
@@ -39,11 +39,7 @@ def true_seconds(work: StepWork) -> float:
 class SimulatedEngine:
     """A scheduler and a device that runs one step after another, on a simulated clock.
 
-    noise: maximum relative deviation of step times.
-    now: simulated time, in seconds.
-    device_idle_at: time at which the device has finished all launched steps.
     in_flight: launched steps, and the times at which they finish.
-    first_token_times: by request key.
     steps: work and seconds of all launched steps.
     """
 
@@ -89,7 +85,7 @@ class SimulatedEngine:
         self.scheduler.add(RequestState(key, request))
 
     def step(self) -> bool:
-        """Fill the queue of steps in flight, and wait for the oldest step. Returns False if no step is in flight."""
+        """Launch steps, and wait for the oldest step. Returns False if no step is in flight."""
         while len(self.in_flight) < self.max_steps_in_flight and (step := self.scheduler.schedule()) is not None:
             seconds = true_seconds(step.work) * self.rng.uniform(1 - self.noise, 1 + self.noise)
             self.device_idle_at = max(self.device_idle_at, self.now) + seconds
@@ -107,7 +103,6 @@ class SimulatedEngine:
         return True
 
     def excesses(self) -> list[float]:
-        """Shares by which steps with prompts exceeded their limits; negative for shorter steps."""
         return [
             seconds / (TARGET_STEP_S if work.decode_context > 0 else PROMPT_STEP_LIMIT_S) - 1
             for work, seconds in self.steps
@@ -175,7 +170,6 @@ def test_a_long_prompt_gets_its_share_beside_endless_short_prompts():
     alone.add(0, 50_000, 1)
     while alone.step():
         pass
-    # Add about twice as many tokens as the device can compute.
     while 0 not in engine.first_token_times:
         for _ in range(4):
             key += 1

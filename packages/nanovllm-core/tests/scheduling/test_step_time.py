@@ -1,5 +1,3 @@
-"""Tests how the step-time model fits observations, and which length of a chunk it allows."""
-
 import math
 import random
 

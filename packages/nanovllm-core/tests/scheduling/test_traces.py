@@ -1,4 +1,4 @@
-"""Random traces of requests through scheduler and cache; the program `support/random_traces.py` runs more of them."""
+"""The program `support/random_traces.py` runs more traces."""
 
 import pytest
 from random_traces import check_block_of_traces

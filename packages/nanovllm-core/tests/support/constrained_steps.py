@@ -15,15 +15,11 @@ from nanovllm_core.scheduling.plan import BatchShape, DraftResults, NewBlocks, N
 from nanovllm_core.token_ids import as_token_ids
 
 VOCAB = 70
-# The end token of `CountingGrammar`.
 END = 5
 
 
 class ScriptedStepHandle:
-    """The handle of a step that is unfinished until `Constraints` waits for it or the test sets `is_finished`.
-
-    Arguments: see `StepHandle.token_ids` and `DraftResults`.
-    """
+    """A step handle that finishes when `Constraints` waits for it or the test sets `is_finished`."""
 
     def __init__(
         self, token_ids: Sequence[int], num_tokens: Sequence[int] | None = None, draft_ids: object = None
@@ -43,10 +39,7 @@ class ScriptedStepHandle:
 
 
 class CountingMatcher:
-    """After n tokens, the mask allows only token n. `accept` accepts any token, but raises after `max_tokens` tokens.
-
-    calls: list to which each batch call (`accept_all`, `fill_masks`) adds its number of matchers.
-    """
+    """After n tokens, the mask allows only token n. `accept` raises an error after `max_tokens` tokens."""
 
     end_ids = frozenset({END})
 
@@ -57,7 +50,7 @@ class CountingMatcher:
 
     def accept(self, token: int) -> bool:
         if self.count == self.max_tokens:
-            # Make the state invalid: a real matcher's state may be invalid after an error.
+            # The state of a real matcher may be invalid after an error.
             self.count = -1
             raise RuntimeError("too deep")
         self.count += 1
@@ -94,7 +87,6 @@ class CountingGrammar:
 def make_new_row(
     row: int, grammar: CompiledGrammar | None = None, output_ids: Sequence[int] = (), **sampling: object
 ) -> NewRow:
-    """A row with a prompt of two tokens. sampling: fields of `SamplingParams`."""
     token_ids = as_token_ids([1, 2, *output_ids])
     return NewRow(row, token_ids, 2, 0, SamplingParams(**sampling), seed=0, stop_ids=(), compiled_grammar=grammar)
 
@@ -105,7 +97,6 @@ def make_plan(
     samples: Sequence[bool] | None = None,
     num_drafts: Sequence[int] | None = None,
 ) -> StepPlan:
-    """A step of decodes. num_drafts: number of drafts of each row; None for a step without drafts."""
     count = len(rows)
     num_tokens = np.ones(count, np.int64) + (0 if num_drafts is None else np.array(num_drafts, np.int64))
     scheduled = ScheduledRows(np.array(rows), num_tokens, np.array(samples or [True] * count))
@@ -114,14 +105,11 @@ def make_plan(
 
 
 def allowed_tokens(masks: torch.Tensor) -> list[list[int]]:
-    """The token ids below VOCAB that each mask allows."""
     bits = np.unpackbits(masks.numpy().view(np.uint8), axis=1, bitorder="little")
     return [np.flatnonzero(row[:VOCAB]).tolist() for row in bits]
 
 
 class RowWithoutDrafts:
-    """A row that never has drafts. options: arguments of `make_new_row`."""
-
     def __init__(self, options: dict[str, object], vocab_size: int):
         self._constraints = Constraints(1, vocab_size, torch.device("cpu"))
         self._new_rows = [make_new_row(0, **options)]
@@ -139,7 +127,7 @@ class RowWithoutDrafts:
 
 
 def unpack(mask: bytes | None, vocab_size: int) -> NDArray[np.bool_]:
-    """Whether a mask of `RowWithoutDrafts.next_mask` allows each token, bool [vocab_size]."""
+    """Returns whether the mask allows each token, bool [vocab_size]."""
     if mask is None:
         return np.ones(vocab_size, np.bool_)
     return np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")[:vocab_size].astype(np.bool_)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 def count_calls(work: Callable[..., object], *args: object) -> Counter[str]:
-    """Count the profiler events of `work`, such as calls of Python functions ("call") and of C functions ("c_call")."""
+    """Returns counts of profiler events, such as "call" (Python functions) and "c_call" (C functions)."""
     counts: Counter[str] = Counter()
     # A garbage collection would add calls of finalizers.
     gc.disable()

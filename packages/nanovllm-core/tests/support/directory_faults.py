@@ -1,4 +1,4 @@
-"""Random faults in a directory of KV blocks, like those of a broken disk, a full disk or a careless user."""
+"""Random faults in a directory of KV blocks."""
 
 import os
 import random
@@ -8,19 +8,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-MAX_FAULT_S = 0.05  # maximum duration of a fault of the whole directory
-UNPRIVILEGED_USER = 65534  # the processes run as this user, because root could write to a read-only directory
+MAX_FAULT_S = 0.05
+UNPRIVILEGED_USER = 65534  # Root could write to a read-only directory.
 
 
 def give_to_unprivileged_user(directory: Path) -> None:
-    """Let processes that drop their privileges use `directory`, and reach it through its parent."""
     if os.geteuid() == 0:
         os.chown(directory, UNPRIVILEGED_USER, UNPRIVILEGED_USER)
         directory.parent.chmod(0o755)
 
 
 def drop_privileges() -> None:
-    """If this process runs as root, continue as an unprivileged user."""
     if os.geteuid() == 0:
         os.seteuid(UNPRIVILEGED_USER)
 
@@ -34,21 +32,18 @@ def dropped_privileges() -> Iterator[None]:
 
 
 def choose_forever(names: Sequence[str], rng: random.Random) -> Iterator[str]:
-    """Yield all names in random order, again and again."""
     while True:
         yield from rng.sample(names, len(names))
 
 
 class DirectoryFaults:
-    """Faults in `directory`. num_added_bytes: total number of bytes that faults have appended to files."""
-
     def __init__(self, directory: Path, rng: random.Random):
         self._directory = directory
         self._rng = rng
         self.num_added_bytes = 0
 
     def inject(self, name: str) -> bool:
-        """Inject the fault `name` of FAULTS. Returns False if the chosen file, or every file, has been evicted."""
+        """Returns False if the chosen file has been evicted, or no file is left."""
         try:
             FAULTS[name](self)
         except FileNotFoundError:

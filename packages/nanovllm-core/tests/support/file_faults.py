@@ -48,7 +48,7 @@ def use_files(directory: Path, identity: bytes, seed: int, pipe: Connection) -> 
     """Write and read random blocks until `pipe` has a message, then send the totals."""
     drop_privileges()
     logging.disable()
-    # By default, an error in a background thread would only be printed.
+    # Without this hook, an error in a background thread would only be printed.
     threading.excepthook = lambda _: os._exit(2)
     block_files._SUSPENSION_S = block_files._SCAN_RETRY_S = block_files._SCAN_INTERVAL_S = 0.02
     rng, totals = random.Random(seed), Counter()
@@ -63,7 +63,7 @@ def use_files(directory: Path, identity: bytes, seed: int, pipe: Connection) -> 
         if action < 0.001:
             files.clear()
         elif action < 0.01:
-            # Limit the file size, so that only a part of the file is written, as on a full disk.
+            # Only a part of the file is written, as on a full disk.
             resource.setrlimit(resource.RLIMIT_FSIZE, (rng.randrange(MAX_FILE_BYTES), resource.RLIM_INFINITY))
             files.write(block_hash, memoryview(payloads[block_hash]))
             resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
@@ -77,8 +77,6 @@ def use_files(directory: Path, identity: bytes, seed: int, pipe: Connection) -> 
 
 
 class Campaign:
-    """Processes that share a directory, and faults in it."""
-
     def __init__(self, directory: Path, seed: int):
         self._directory = directory
         self._rng = random.Random(seed)
@@ -95,12 +93,11 @@ class Campaign:
         process = self._context.Process(target=use_files, args=arguments)
         process.start()
         child_pipe.close()
-        # Wait until the process has started, because a later fault could make the start fail.
+        # A fault could make a start fail, so wait until the process has started.
         assert pipe.recv() == (self._directory / "secret").read_bytes()
         return process, pipe
 
     def inject_fault(self) -> None:
-        """Inject a random fault, and check the size of the files."""
         time.sleep(self._rng.random() * MAX_FAULT_INTERVAL_S)
         name = next(self._names)
         if name == "kill":
@@ -119,7 +116,7 @@ class Campaign:
         self._processes[index] = self._start(index)
 
     def _check_size(self) -> None:
-        # While a process runs, files change their names and could be counted twice.
+        # A running process renames files, which could then be counted twice.
         for process, _ in self._processes:
             assert process.is_alive(), f"a process ended with status {process.exitcode}"
             os.kill(process.pid, signal.SIGSTOP)
@@ -141,7 +138,6 @@ class Campaign:
                 continue
 
     def finish(self) -> None:
-        """End all processes, and check what they leave behind."""
         for _, pipe in self._processes:
             pipe.send("end")
         for process, pipe in self._processes:
@@ -163,7 +159,6 @@ class Campaign:
 
 
 def run_campaign(num_faults: int, seed: int) -> Counter[str]:
-    """Inject `num_faults` faults. Returns the totals of events. Raises AssertionError if something was wrong."""
     with tempfile.TemporaryDirectory() as parent:
         directory = Path(parent, "blocks")
         directory.mkdir(mode=0o700)

@@ -1,4 +1,4 @@
-"""Grammars over the toy vocabulary, and checks of their outputs that use only the standard library."""
+"""Grammars over the toy vocabulary, and checks of their outputs."""
 
 import json
 import re
@@ -51,7 +51,7 @@ XML_TYPES = {
     "properties": {"a": {"type": ["integer"]}, "b": {"type": ["string"]}, "c": {"type": ["array"]}},
     "additionalProperties": {"type": []},
 }
-# A valid grammar that takes about ten seconds to compile, and more on a slow machine.
+# The grammar SLOW is valid. Compiling SLOW takes about ten seconds.
 _NUM_RULES = 5000
 _RULES = [
     f'r{i} ::= ([a-c] | "(" r{(i * 7 + 1) % _NUM_RULES} ")" | "b{i}" r{(i + 3) % _NUM_RULES}){{3,40}}'
@@ -107,7 +107,7 @@ def toy_compiler() -> Compiler:
 
 
 class SharedVetter(Vetter):
-    """A vetter that engines share. Engines can't start or close the vetter, because starting takes seconds."""
+    """Engines share this vetter, because starting a vetter takes seconds. `start` and `close` do nothing."""
 
     def __init__(self) -> None:
         super().__init__(toy_model.toy_vocabulary, toy_model.VOCAB)

@@ -7,8 +7,6 @@ from nanovllm_core import EngineAddress, EngineClient, Request, SamplingParams
 
 
 def occupy(address: EngineAddress, report: Connection) -> None:
-    """Begin three long requests, report their number, and read no more of their outputs."""
-
     async def main() -> None:
         engine = await EngineClient.connect(address)
         sampling = SamplingParams(temperature=0, max_tokens=250, ignore_eos=True)

@@ -27,7 +27,6 @@ def schedule(num_rows: int) -> ScheduledRows:
 
 
 def receive(ring: PlanRing, num_plans: int, results: Connection) -> None:
-    """Send the times at which each plan was decoded, in ns of the system's monotonic clock."""
     reader, decoder = ring.open_reader(0, spins=True), PlanDecoder()
     times_ns = np.zeros(num_plans, np.int64)
     results.send(None)

@@ -22,7 +22,7 @@ def load_quickly() -> tuple[ModelSpec, EngineConfig]:
 
 
 async def main(phase: str, begun_path: Path) -> None:
-    """Start an engine, print its process id, and keep running. Create `begun_path` when the engine is in `phase`."""
+    """Create `begun_path` when the engine is in `phase` ("loading" or "serving")."""
     engine = EngineProcess(partial(load_slowly, begun_path) if phase == "loading" else load_quickly)
     print(engine.pid, flush=True)
     if phase == "serving":

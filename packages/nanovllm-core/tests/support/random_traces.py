@@ -39,7 +39,7 @@ EOS = 0
 
 
 def digest(previous_digest: int, token: int) -> int:
-    # Integers have the same hash in each interpreter; strings do not.
+    # Integers, unlike strings, have the same hash in each interpreter.
     return hash((previous_digest, token))
 
 
@@ -51,11 +51,8 @@ def next_token(prefix_digest: int, eos_rate: int) -> int:
 class Device:
     """A simulated device of one group of requests. Each cache slot and state slot holds a digest of all tokens so far.
 
-    slots: digest by cache slot.
     tables: block id by row and entry.
-    computed: number of computed tokens by row.
     states: digest by state slot; None for a model without recurrent layers.
-    max_drafts: number of drafts after each sampled token.
     """
 
     block_size: int
@@ -80,7 +77,6 @@ class Device:
             self.state_of[new.row] = new.state
 
     def advance_state(self, row: int, previous_digest: int, new_digest: int, position: int) -> None:
-        """Advance a row's recurrent state by the token at `position`."""
         assert self.states is not None
         slot, _, checkpoints = self.state_of[row]
         assert self.states[slot] == previous_digest, "a state slot holds another prompt's state"
@@ -98,7 +94,7 @@ class Device:
             self.tables[new.row] = {}
 
     def compute(self, row: int, count: int) -> list[tuple[int, int, int]]:
-        """Compute `count` tokens of a row. Returns (row, position, digest of the tokens so far) of each token."""
+        """Returns (row, position, digest of the tokens so far) of each computed token."""
         prefix_digest, hidden_states = 1, []
         end = self.computed[row] + count
         for position, token in enumerate((self.tokens[row] + self.drafts.get(row, []))[:end]):
@@ -119,7 +115,7 @@ class Device:
         return self.tokens[row][-1]
 
     def verify(self, row: int, hidden_states: list[tuple[int, int, int]]) -> list[int]:
-        """Sample after the last token and after each draft, up to the first wrong draft. Returns the sampled tokens."""
+        """Returns the tokens sampled after the last token and after each draft, up to the first wrong draft."""
         drafts = self.drafts[row][: len(hidden_states) - 1]
         self.computed[row] -= len(drafts)
         tokens = [self.sample(row, hidden_states[0][2])]
@@ -131,7 +127,7 @@ class Device:
         return tokens
 
     def propose(self, row: int) -> int:
-        """Propose drafts, and make some of them correct. Returns how many drafts the scheduler may use."""
+        """Returns how many of the proposed drafts the scheduler may use."""
         *_, prefix_digest = accumulate(self.tokens[row], digest, initial=1)
         drafts: list[int] = []
         for _ in range(self.max_drafts):
@@ -142,7 +138,7 @@ class Device:
         return self.rng.randrange(self.max_drafts + 1)
 
     def score(self, part: PromptLogprobsRange, hidden_states: list[tuple[int, int, int]]) -> PromptLogprobs:
-        """Return digests in place of log-probabilities. Each covers a prompt token and the cached tokens before it."""
+        """Returns digests in place of log-probabilities."""
         ranks = []
         for row, position, prefix_digest in hidden_states[
             part.first_logits_index : part.first_logits_index + part.num_tokens
@@ -161,7 +157,7 @@ class SimulatedHost:
         self.num_failures = 0
         self.contents: dict[tuple[EntryKind, int], list[int | None]] = {}
         self.done = Counter[Direction]()
-        # Batches in flight by direction. A batch is a list of the parts that are not copied yet.
+        # A batch in flight is a list of the parts that are not copied yet.
         self.pending: dict[Direction, deque[list[EntryCopies]]] = {direction: deque() for direction in Direction}
 
     def launch(self, batches: Sequence[CopyBatch]) -> None:
@@ -175,7 +171,6 @@ class SimulatedHost:
             self.pending[direction].append(parts)
 
     def advance(self) -> None:
-        """Copy some entries, and end batches whose entries are all copied."""
         for direction in Direction:
             while self.pending[direction] and self.rng.random() < 0.7:
                 parts = self.pending[direction][0]
@@ -264,7 +259,6 @@ class SimulatedFuture:
 
 
 def run_plan(devices: Sequence[Device], rows_per_group: int, plan: StepPlan) -> StepResults:
-    """Run a step. Each device runs the rows of its group."""
     for group, device in enumerate(devices):
         device.add_rows([new for new in plan.new_rows if new.row // rows_per_group == group])
     blocks = plan.new_blocks
@@ -317,7 +311,6 @@ def expected_scores(request: RequestState) -> list[int]:
 
 
 def held_by_copies(tier: HostTier | None, group: int, kind: EntryKind) -> list[int]:
-    """Entries of a group's cache that loads and stores hold."""
     if tier is None:
         return []
     loads = [*tier._new_loads, *(load for batch in tier._in_flight[Direction.LOAD] for load in batch.loads)]
@@ -329,7 +322,7 @@ def held_by_copies(tier: HostTier | None, group: int, kind: EntryKind) -> list[i
 def check_ownership(
     cache: CacheManager, requests: list[RequestState], held_blocks: Sequence[int], held_slots: Sequence[int]
 ) -> None:
-    """Check the holders of all blocks and slots. requests: all requests of the group that have a row or a load."""
+    """requests: all requests of the group that have a row or a load."""
     num_holders = Counter(block for request in requests for block in request.block_ids) + Counter(held_blocks)
     pool = cache.pool
     for block in range(1, pool.num_blocks + 1):
@@ -517,7 +510,7 @@ class Trace:
             self.aborted.add(request.key)
 
     def run(self) -> None:
-        # With a host tier, run longer: entries are loaded only after they were stored and evicted.
+        # Entries are loaded only after they were stored and evicted, which takes more steps.
         for _ in range(self.rng.randrange(1, 12) * (1 if self.host is None else 3)):
             for _ in range(self.rng.randrange(5)):
                 self.submit()
@@ -570,7 +563,6 @@ class Trace:
 
 
 def check_block_of_traces(block: int, num_groups: int) -> None:
-    """Run `TRACES_PER_BLOCK` traces."""
     num_preemptions = num_hits = num_resumed = num_restored = num_accepted = num_rejected = 0
     num_loaded = num_from_files = num_failed_loads = num_rejected_load_tokens = 0
     for seed in range(block * TRACES_PER_BLOCK, (block + 1) * TRACES_PER_BLOCK):
@@ -605,7 +597,6 @@ def check_block_of_traces(block: int, num_groups: int) -> None:
 
 
 def main() -> None:
-    """Run blocks of traces, and print a line per block."""
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--blocks", type=int, default=8)
     options.add_argument("--groups", type=int, nargs="+", default=[1, 2, 3])

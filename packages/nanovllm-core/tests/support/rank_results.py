@@ -8,7 +8,6 @@ from nanovllm_core.layers.residual import ResidualStream
 
 
 def add_up(streams: Sequence[ResidualStream]) -> Tensor:
-    """The residual stream of all ranks, from the stream of each rank."""
     total = streams[0].residual
     for stream in streams:
         assert (stream.partial is None) == (len(streams) == 1)

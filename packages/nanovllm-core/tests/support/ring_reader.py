@@ -8,7 +8,6 @@ from nanovllm_core.parallel.plan_ring import PlanRing
 
 
 def read_messages(ring: PlanRing, index: int, count: int, delay_s: float, results: Connection) -> None:
-    """Read `count` messages, waiting `delay_s` after each, and send their digests."""
     reader = ring.open_reader(index, spins=False)
     digests = []
     for _ in range(count):

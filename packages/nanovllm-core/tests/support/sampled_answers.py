@@ -1,4 +1,4 @@
-"""Answers of an engine to requests with every sampling option, and their comparison with other answers."""
+"""Compares answers of engines to requests with every sampling option."""
 
 import asyncio
 import time
@@ -34,14 +34,13 @@ async def collect(engine, prompt: list[int], sampling: SamplingParams, name: str
 async def answer_all(
     config: EngineConfig, prompts: list[list[int]], spec: ModelSpec | None = None
 ) -> dict[str, list[RequestOutput]]:
-    """Run every prompt with each of SAMPLINGS, all at once. Returns outputs by name. spec: None means the toy model."""
     engine = await AsyncEngine.start(spec or toy_model.toy_spec(), config)
     try:
         names = [f"{name} {index}" for name in SAMPLINGS for index in range(len(prompts))]
         pairs = [(prompt, sampling) for sampling in SAMPLINGS.values() for prompt in prompts]
         outputs = await asyncio.gather(*(collect(engine, *pair, name) for pair, name in zip(pairs, names, strict=True)))
         assert engine.info.num_blocks == config.num_blocks * (2 if config.dp_attention else 1)
-        # With depth 2, a step may still use the blocks of a finished request.
+        # A step in flight may still use the blocks of a finished request.
         deadline_s = time.monotonic() + MAX_RELEASE_S
         while engine.stats.num_free_blocks < engine.info.num_blocks:
             assert time.monotonic() < deadline_s, "the engine does not release all blocks"
@@ -57,7 +56,6 @@ def tokens_of(outputs: list[RequestOutput]) -> list[int]:
 
 
 def compare_answers(found: dict[str, list[RequestOutput]], expected: dict[str, list[RequestOutput]]) -> None:
-    """Assert that the tokens, the finish reasons and the log-probabilities of all answers are equal."""
     for name, outputs in expected.items():
         assert tokens_of(found[name]) == tokens_of(outputs), name
         assert [output.finish_reason for output in found[name]][-1] == outputs[-1].finish_reason

@@ -1,7 +1,4 @@
-"""A model whose next token is a sum over all cached tokens, so that one wrong cache entry changes every prediction.
-
-The same model serves as draft model, and has a head for multi-token prediction that checks its cache entries too.
-"""
+"""A model whose next token is a weighted sum of all cached tokens, so that tests notice a wrong cache entry."""
 
 from functools import partial
 from itertools import pairwise
@@ -15,10 +12,7 @@ VOCAB, LONGEST, MARGIN = 97, 256, 60.0
 
 
 def sum_entries(ids: Tensor, ctx: ForwardContext, cache_index: int, shift: int) -> tuple[Tensor, Tensor]:
-    """Write `ids` to the cache. Returns (sum of the entries up to each token, first entry of each token's request).
-
-    The sum counts an entry at position p (p + 1 + shift) times.
-    """
+    """Write `ids` to the cache. Returns (sum of the entries up to each token, first entry of each token's request)."""
     cache = ctx.kv_caches[cache_index]
     entries = cache.view(cache.shape[0] * cache.shape[1], -1)[:, 0]
     entries[ctx.slot_mapping] = ids.float()
@@ -66,8 +60,7 @@ class SummingLM:
 
 
 class SummingHead:
-    """Adds the next token to the sum. The prediction is wrong if the head's cache entries and the first
-    token have another sum."""
+    """The prediction is wrong if the head's cache entries do not match the sum of the hidden state."""
 
     def forward(self, input_ids: Tensor, positions: Tensor, hidden: Tensor, ctx: ForwardContext) -> Tensor:
         own_sums, _ = sum_entries(input_ids, ctx, 1, 1)
@@ -89,7 +82,6 @@ def summing_spec(error_interval: int | None = None, draft: ModelSpec | None = No
 
 
 def continue_sum(prompt: list[int], count: int) -> list[int]:
-    """The tokens that the model generates without errors."""
     tokens = list(prompt)
     for _ in range(count):
         tokens.append(sum(token * (position + 1) for position, token in enumerate(tokens)) % VOCAB)

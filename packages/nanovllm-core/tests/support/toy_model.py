@@ -1,4 +1,4 @@
-"""A toy model of two layers, as another project would define it, and an oracle that shares no code with the engine."""
+"""A toy model of two layers, and an oracle that computes its logits without a cache, blocks or batches."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -38,7 +38,7 @@ class ToyLayer(nn.Module):
 
 
 def toy_weights(num_layers: int, kv_heads: int) -> Iterator[tuple[str, Tensor]]:
-    """Weights that are equal on all devices, and so large that the next token depends on attention to all tokens."""
+    """The weights are large, so that the next token depends on attention to all tokens."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(std: float, *shape: int) -> Tensor:
@@ -84,14 +84,10 @@ class ToyLM(nn.Module):
 
 
 class SmallLM(ToyLM):
-    """A draft model for the toy model. Its drafts are often right, because it has the same embedding and head."""
-
     num_layers, kv_heads = 1, 4
 
 
 class HeadedLM(ToyLM):
-    """Has a head for multi-token prediction, which runs the first layer again."""
-
     def cache_specs(self) -> tuple[CacheSpec, ...]:
         return (self.heads.cache_spec,) * (self.num_layers + 1)
 
@@ -113,8 +109,6 @@ class ToyHead:
 
 
 class FailingLM(ToyLM):
-    """Fails in a step in which a prompt begins with a poisoned token."""
-
     POISON = 96
 
     def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
@@ -124,8 +118,6 @@ class FailingLM(ToyLM):
 
 
 class DisagreeingLM(ToyLM):
-    """Rank 1 computes other hidden states than rank 0 in steps in which a prompt begins with the token TRIGGER."""
-
     TRIGGER = 95
 
     def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
@@ -166,13 +158,12 @@ def toy_spec(kind: str = "toy") -> ModelSpec:
 
 
 def in_fp8(heads: Tensor) -> Tensor:
-    """Heads [T, n, D] as an FP8 cache returns them: rounded to e4m3, with the least power of two that fits as scale."""
+    """Round heads [T, n, D] like an FP8 cache: to e4m3, with one power of two as scale per token and head."""
     scales = 2 ** (heads.double().abs().amax(-1, keepdim=True) / 448).log2().ceil()
     return ((heads / scales).to(torch.float8_e4m3fn).double() * scales).float()
 
 
 def dense_logits(model: ToyLM, tokens: list[int], *, fp8_cache: bool) -> Tensor:
-    """Logits after each of `tokens`, computed without a cache, blocks or a batch."""
     return functional.linear(dense_hidden(model, tokens, fp8_cache=fp8_cache), model.head.weight)
 
 
@@ -199,7 +190,6 @@ def dense_hidden(model: ToyLM, tokens: list[int], *, fp8_cache: bool) -> Tensor:
 
 
 def make_oracle(*, fp8_cache: bool = False) -> Callable[[list[int], int], list[int]]:
-    """Returns a function that generates `count` greedy tokens after a prompt and ignores EOS."""
     model = build_toy("toy", BuildContext(torch.device("cpu"), torch.float32, ParallelContext()))
 
     def generate(prompt: list[int], count: int) -> list[int]:

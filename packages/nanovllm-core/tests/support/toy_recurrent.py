@@ -53,8 +53,6 @@ def recurrent_spec() -> ModelSpec:
 
 
 class Oracle:
-    """Generates greedy tokens after a prompt and ignores EOS. Computes the whole sequence again for each token."""
-
     def __init__(self):
         self._model = build_recurrent(BuildContext(torch.device("cpu"), torch.float32, ParallelContext()))
 

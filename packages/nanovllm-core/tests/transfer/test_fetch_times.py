@@ -1,5 +1,3 @@
-"""Tests when a prompt is fetched from a peer, and when it is computed instead."""
-
 from nanovllm_core.transfer.fetch_times import FetchTimes
 
 SHORT, LONG = 50, 16_000

@@ -1,4 +1,4 @@
-"""Two engines: a decode engine fetches the blocks of prompts from a prefill engine, which computes them."""
+"""Tests a decode engine that fetches the blocks of prompts from a prefill engine."""
 
 import asyncio
 import contextlib
@@ -45,7 +45,7 @@ pytestmark = pytest.mark.background
 
 CONFIG = EngineConfig(device="cpu", num_blocks=60, max_num_seqs=4, kv_offload_gib=0.01)
 PROMPT_LEN, ANSWER_LEN, BLOCK_SIZE = 100, 6, 16
-FETCHED_TOKENS = PROMPT_LEN // BLOCK_SIZE * BLOCK_SIZE  # tokens of a prompt that a fetch brings
+FETCHED_TOKENS = PROMPT_LEN // BLOCK_SIZE * BLOCK_SIZE
 MAX_WAIT_S = 20.0
 SLOW_PROMPT_S = 10.0
 CARRIERS = ["shm", "tcp", "nixl"] if sys.platform == "linux" else ["tcp"]
@@ -53,7 +53,7 @@ CARRIERS = ["shm", "tcp", "nixl"] if sys.platform == "linux" else ["tcp"]
 
 @pytest.fixture(autouse=True)
 def always_fetch(monkeypatch):
-    """Fetch and load entries even if computing is faster, as it is with a toy model."""
+    """A toy model computes faster than it fetches, so override the predictions."""
     monkeypatch.setattr(CopyTimeModel, "predict", lambda *_: 0.0)
     monkeypatch.setattr(FetchTimes, "is_worthwhile", lambda *_: True)
 
@@ -109,7 +109,6 @@ def outcomes_of(engine: AsyncEngine) -> dict[str, int]:
 
 
 async def check_idle(*engines: AsyncEngine) -> None:
-    """Wait until the engines hold neither blocks, slots of the host memory nor leases."""
     for engine in engines:
         await wait_until(
             lambda engine=engine: (
@@ -123,7 +122,7 @@ async def check_idle(*engines: AsyncEngine) -> None:
 async def start_pair(
     secret: Path, spec: ModelSpec | None = None, *, decode: dict | None = None, awaits_peer: bool = True, **settings
 ) -> AsyncIterator[tuple[AsyncEngine, AsyncEngine]]:
-    """A prefill engine and a decode engine. decode: settings of the decode engine only."""
+    """Yields (prefill engine, decode engine). decode: settings of the decode engine only."""
     spec = with_fingerprint(spec or toy_model.toy_spec())
     config = replace(CONFIG, transfer_secret_file=secret, **settings)
     prefill = await AsyncEngine.start(spec, replace(config, transfer_listen="127.0.0.1:0"))
@@ -162,7 +161,6 @@ async def test_a_fetched_prompt_has_the_answer_of_a_computed_prompt(
         assert outcomes_of(engine) == {"fetched": num_prompts}
         assert engine.stats.fetched_tokens == num_prompts * fetched_tokens == dict(engine.stats.loaded_tokens)["host"]
         await check_idle(prefill, engine)
-        # The prefill engine has computed the prompts, and has served their whole blocks.
         assert prefill.stats.served_bytes == engine.stats.fetched_bytes > 0
         assert prefill.stats.prompt_tokens == num_prompts * PROMPT_LEN
 
@@ -184,7 +182,6 @@ async def test_a_request_can_name_the_engine_that_has_computed_its_prompt(secret
         await generate(prefill, prompt, 1)
         assert await generate(engine, prompt, prefix_peer=peer) == oracle(prompt, ANSWER_LEN)
         assert engine.stats.fetched_tokens == FETCHED_TOKENS
-        # The peer has not computed this prompt, and is not asked to.
         assert await generate(engine, other, prefix_peer=peer) == oracle(other, ANSWER_LEN)
         assert outcomes_of(engine) == {"fetched": 1, "nothing": 1}
         assert prefill.stats.prompt_tokens == PROMPT_LEN
@@ -234,8 +231,7 @@ async def test_the_decode_engine_computes_if_the_peer_is_down(secret, oracle, mo
         await wait_until(lambda: not peer_of(engine).is_ready)
         assert await generate(engine, prompts[1]) == oracle(prompts[1], ANSWER_LEN)
         assert outcomes_of(engine) == {"lost": 1, "peer_down": 1}
-        # The first prompt waited for 2 s and was then computed. `fetch_s` covers both: the wait alone would make the
-        # fetch seem fast.
+        # `fetch_s` covers the wait for the peer and the computation.
         ((num_tokens, fetch_s, compute_s),) = observed
         assert (num_tokens, compute_s) == (FETCHED_TOKENS, SLOW_PROMPT_S)
         assert fetch_s > 1.5 + SLOW_PROMPT_S
@@ -361,7 +357,7 @@ async def test_no_entry_is_sent_whose_lease_ended_before_its_checksum_was_comput
 
 
 def keep_expiries(welcome: Callable[..., None]) -> Callable[..., None]:
-    """Make `PrefixServer._welcome` ignore the keys of fetches, so that it extends no lease."""
+    """Without keys, `_welcome` extends no lease."""
     return lambda server, client, hello: welcome(server, client, msgspec.structs.replace(hello, keys=[]))
 
 
@@ -444,7 +440,6 @@ async def test_a_reset_reaches_a_prefill_engine_that_did_not_answer(secret, orac
 
 
 async def test_a_prompt_that_exceeds_the_host_memory_is_computed(secret, oracle):
-    # Space for four blocks.
     async with start_pair(secret, decode={"kv_offload_gib": 4 * 8192 / 2**30}) as (_, engine):
         assert await generate(engine, make_prompt(0)) == oracle(make_prompt(0), ANSWER_LEN)
         assert outcomes_of(engine) == {"no_space": 1}

@@ -1,8 +1,4 @@
-"""Runs the Triton kernels compiled on a GPU, or under Triton's interpreter if TRITON_INTERPRET=1 is set.
-
-Without this variable, all tests here are marked `gpu`. `tests/conftest.py` runs the tests under the interpreter too.
-A test that its own file marks `gpu` is too large for the interpreter.
-"""
+"""Runs the Triton kernels compiled on a GPU, or under Triton's interpreter if TRITON_INTERPRET=1 is set."""
 
 import os
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""Tests the attention kernel against a float64 loop; unfilled slots of the cache hold NaN."""
-
 from dataclasses import replace
 
 import pytest
@@ -82,7 +80,7 @@ def test_fp8_cache_supports_queries_of_any_magnitude(device, paged_batch, quanti
     )
 
 
-# (query_len, context) of decodes, decodes with drafts, short chunks over long contexts, prompts, and unused entries.
+# (query_len, context) pairs.
 MIXES = st.lists(
     st.one_of(
         st.tuples(st.just(1), st.integers(0, 300)),
@@ -121,7 +119,6 @@ def test_any_mix_of_requests_in_any_order_matches_float64(
 
 @pytest.mark.parametrize("count", [2, 4, 5])
 def test_steps_that_verify_draft_tokens_match_float64(device, paged_batch, naive_attention, count):
-    # With four query heads per key-value head, up to four queries share a narrow tile.
     requests = [(count, 40), (1, 300), (count, count), (0, 0), (count - 1, 130)]
     batch = paged_batch(
         requests, num_heads=8, num_kv_heads=2, head_dim=64, page_size=16, dtype=torch.float32, device=device
@@ -298,7 +295,7 @@ def test_backends_match_float64(device, paged_batch, naive_attention, dtype, hea
             device=device,
         )
         if backend != "cutedsl":
-            # Unlike our kernels, FlashAttention multiplies values after a request's last token by 0. NaN * 0 is NaN.
+            # FlashAttention multiplies unfilled values by 0, and NaN * 0 is NaN.
             batch.kv_cache.nan_to_num_()
         expected = naive_attention(batch)
         for knows_decodes in (True, False):
@@ -326,7 +323,7 @@ def test_fastest_backend_supports_fp8_cache(device, paged_batch, quantized, naiv
         torch.testing.assert_close(out.double(), naive_attention(batch), atol=TOLERANCE[dtype], rtol=0)
 
 
-# Lengths around the limits of `work_list_filter` for 32 heads and 132 SMs: 184 queries, and 1,024 tokens of context.
+# The limits of `work_list_filter` are 184 queries and 1,024 tokens of context (32 heads, 132 SMs).
 SPLIT_MIXES = [
     [(1, 300), (16, 2000), (100, 9000), (300, 1500), (700, 700), (600, 3000), (2, 5)],
     [(100, 32868)],
@@ -424,7 +421,6 @@ def test_whole_prompts_read_the_steps_own_keys_and_values(
 
 
 def replace_step_keys_values(batch, keys_values, query_start_loc, lengths):
-    """Return a copy of the cache that holds the step's own keys and values."""
     kv_cache = batch.kv_cache.clone()
     for request, length in enumerate(lengths):
         count = query_start_loc[request + 1] - query_start_loc[request]

@@ -1,5 +1,3 @@
-"""Tests the kernel that copies blocks, against plain torch."""
-
 import pytest
 import torch
 from block_caches import make_caches
@@ -36,7 +34,7 @@ def test_no_block_is_copied_for_an_empty_list(device):
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint8])
 def test_blocks_beyond_two_to_the_31_elements_are_copied(dtype, device, tmp_path):
-    """Under Triton's interpreter, the cache is a sparse file: only the few blocks that are used take memory."""
+    """On a CPU, the cache is a sparse file: only used blocks take memory."""
     block_elements = CHUNK_WORDS + 8
     num_blocks = (1 << 31) // block_elements + 3
     if device == "cuda":

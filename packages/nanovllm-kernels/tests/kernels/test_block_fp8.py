@@ -1,5 +1,3 @@
-"""Tests block FP8 on CUDA against the reference, with all options."""
-
 import itertools
 import os
 
@@ -13,8 +11,8 @@ from nanovllm_kernels.gemm import block_fp8_reference as reference
 from nanovllm_kernels.gemm.block_fp8 import BlockFP8Weight, quantize_blocks
 
 OPS = torch.ops.nanovllm
-# Hopper sums e4m3 products with about 14 bits (DeepSeek-AI 2024, https://arxiv.org/abs/2412.19437, section 3.3.2). The
-# observed error is 1e-4. The interpreter sums with 24 bits.
+# Hopper sums e4m3 products with about 14 bits (DeepSeek-AI 2024, https://arxiv.org/abs/2412.19437, section 3.3.2).
+# The interpreter sums with 24 bits.
 TOLERANCE = {torch.float32: 1e-5 if os.environ.get("TRITON_INTERPRET") == "1" else 3e-4, torch.bfloat16: 8e-3}
 
 
@@ -29,7 +27,6 @@ def make_weight(num_rows, width, device, block_rows=128):
 
 
 def round_inputs(x):
-    """Return the numbers, in float64, to which the kernels round their inputs `x`."""
     return reference.dequantize_groups(*reference.quantize_groups(x)).double()
 
 
@@ -60,7 +57,7 @@ def test_normed_groups_match_norm(device, num_rows, width):
 def check(
     num_rows, num_columns, width, dtype, device, *, norm, bias, residual, gated, block_rows=128, residual_dtype=None
 ):
-    """Compare with the reference. residual_dtype: dtype of `x` and the residual. None: `dtype`."""
+    """residual_dtype: dtype of `x` and of the residual. None: `dtype`."""
 
     def draw(*shape, dtype=dtype):
         return torch.randn(shape, device=device).to(dtype)
@@ -160,7 +157,6 @@ def test_large_products_match_reference(device, num_rows):
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_rows", [1, 48, 300])
 def test_overlapping_launches_in_a_graph_see_finished_inputs(device, num_rows):
-    """A launch may begin before the previous launch ends, but must not read unfinished results."""
     torch.manual_seed(0)
     width = 1024
     norm_weight = torch.ones(width, device=device, dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Tests the kernels that propose and verify drafts against the reference on a CPU."""
+"""Tests the kernels that propose and verify drafts."""
 
 import pytest
 import torch
@@ -13,7 +13,6 @@ def ints(device, *values):
 
 
 def make_tables(num_rows, max_len, alphabet, device):
-    """Return token ids below `alphabet`, and counts of computed tokens. With more than 3 rows, row 0 is full."""
     tokens = torch.randint(0, alphabet, (num_rows, max_len), dtype=torch.int32)
     num_computed = torch.randint(0, max_len + 1, (num_rows,), dtype=torch.int32)
     if num_rows > 3:
@@ -22,7 +21,7 @@ def make_tables(num_rows, max_len, alphabet, device):
 
 
 def check_proposal(num_reqs, max_len, alphabet, sizes, device):
-    """Compare with the reference. sizes: num_drafts, min_match, max_match. Returns the first request's draft count."""
+    """sizes: num_drafts, min_match, max_match. Returns the number of drafts of the first request."""
     tokens, num_computed = make_tables(num_reqs + 1, max_len, alphabet, device)
     rows = torch.randperm(num_reqs + 1, device=device)[:num_reqs].to(torch.int32)
     is_sampled = (torch.rand(num_reqs, device=device) < 0.8).to(torch.int32)
@@ -67,8 +66,8 @@ def check_verification(query_lens, max_len, alphabet, device):
     [
         (5, 70, 2, (4, 3, 8)),
         (6, 50, 1, (5, 1, 1)),
-        (5, 2500, 3, (3, 2, 9)),  # Three pieces are searched.
-        (4, 1100, 900, (7, 1, 4)),  # Long distances, and requests without a match.
+        (5, 2500, 3, (3, 2, 9)),
+        (4, 1100, 900, (7, 1, 4)),
     ],
 )
 def test_small_proposals_match_reference(device, num_reqs, max_len, alphabet, sizes):
@@ -83,7 +82,6 @@ def test_few_and_many_pieces_match_reference(device, monkeypatch):
     monkeypatch.setattr(triton_drafts, "SEARCH_BLOCK", 16)
     monkeypatch.setattr(triton_drafts, "MAX_SEARCH_PROGRAMS", 12)
     assert check_proposal(6, 150, 3, (4, 2, 5), device) == 4
-    # More pieces than the kernel that copies drafts reads at a time.
     monkeypatch.setattr(triton_drafts, "MAX_SEARCH_PROGRAMS", 600)
     monkeypatch.setattr(triton_drafts, "PIECE_BLOCK", 4)
     assert check_proposal(3, 300, 3, (4, 2, 5), device) == 4
@@ -124,7 +122,6 @@ def test_large_verifications_match_reference(device, query_lens):
 
 @pytest.mark.gpu
 def test_rows_beyond_32_bit_offsets_are_read_and_written(device):
-    # 2^31 + 2^18 tokens: the last row begins beyond the range of int32.
     max_len = 1 << 17
     num_rows = (1 << 14) + 2
     tokens = torch.zeros((num_rows, max_len), dtype=torch.int32, device=device)
@@ -141,7 +138,6 @@ def test_rows_beyond_32_bit_offsets_are_read_and_written(device):
 
 @pytest.mark.gpu
 def test_captured_steps_propose_and_accept_drafts(device):
-    # The model repeats the four tokens of the prompt, so each replay accepts three drafts.
     tokens = torch.zeros((2, 64), dtype=torch.int32, device=device)
     tokens[1, :8] = ints(device, 5, 6, 7, 8, 5, 6, 7, 8)
     tables = TokenTables(tokens, ints(device, 0, 7))

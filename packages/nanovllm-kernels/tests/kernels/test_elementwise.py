@@ -1,5 +1,3 @@
-"""Tests the elementwise kernels against the plain torch reference in float32."""
-
 import pytest
 import torch
 
@@ -179,7 +177,7 @@ def test_norm_parts_matches_two_norms(sizes, width, dtype, device):
     begin, end = sizes[0], sum(sizes)
     expected[:, :begin] = rms_norm(x[:, :begin], first, 1e-5)
     expected[:, begin:end] = rms_norm(x[:, begin:end], second, 1e-5)
-    # On a CPU, the operator runs the Triton kernel in the interpreter, and the function runs plain torch.
+    # On a CPU, the function runs plain torch, and the operator runs the interpreted Triton kernel.
     contiguous = x.clone()
     norm_parts(contiguous, sizes, (first, second), 1e-5)
     torch.ops.nanovllm.norm_parts(x, list(sizes), first, second, 1e-5)

@@ -1,5 +1,3 @@
-"""Tests the kernels of `linear` on CUDA against float64, with all options."""
-
 import itertools
 
 import pytest
@@ -16,7 +14,7 @@ OPS = torch.ops.nanovllm
 def check(
     num_rows, num_columns, width, dtype, device, *, norm, bias, residual, gated, float32_out=False, residual_dtype=None
 ):
-    """Compare with the reference. residual_dtype: dtype of `x` and the residual. None: `dtype`."""
+    """residual_dtype: dtype of `x` and of the residual. None: `dtype`."""
 
     def draw(*shape, dtype=dtype):
         return torch.randn(shape, device=device).to(dtype)
@@ -49,7 +47,7 @@ def check(
     out_dtype = added.dtype if residual else dtype
     assert actual.dtype == (torch.float32 if float32_out else out_dtype)
     assert actual.shape == expected.shape
-    # Results that nearly cancel have an error that is small relative to the summands, not to the result.
+    # Sums that nearly cancel have large errors relative to the result.
     size = expected.norm() + expected.numel() ** 0.5
     assert (actual.double() - expected).norm() < TOLERANCE[dtype] * size
 
@@ -108,9 +106,9 @@ def test_logits_of_split_float32_table_are_float32_exact(device, num_rows):
         expected = x.double() @ table.double().T
         found = logits(x, PackedWeight(table, in_onednn_layout=False), table, split_float32(table))
         assert found.dtype == torch.float32
-        # Tensor cores truncate where a float32 sum would round. Their error is 3e-6; a bfloat16 weight would give 2e-3.
+        # The error of tensor cores is 3e-6. The error of a bfloat16 weight would be 2e-3.
         assert (found - expected).norm() < 1e-5 * expected.norm()
-    # With one-hot rows, each result is the sum of the three bfloat16 parts of one weight.
+    # Each result for a one-hot row is the sum of the three bfloat16 parts of one weight.
     torch.testing.assert_close(found.double(), expected, rtol=2**-23, atol=0)
 
 
@@ -156,7 +154,6 @@ def test_large_split_products_match_float64(device, dtype, num_rows):
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_rows", [1, 9, 64, 256, 300])
 def test_float32_residual_stream_is_not_rounded_to_weight_dtype(device, num_rows):
-    """Kernels add unrounded float32 products to a float32 residual stream, although weights are bfloat16."""
     width = 576
     stream = torch.randn(num_rows, width, device=device)
     norm_weight = torch.rand(width, device=device).to(torch.bfloat16)
@@ -175,7 +172,6 @@ def test_float32_residual_stream_is_not_rounded_to_weight_dtype(device, num_rows
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_rows", [1, 48])
 def test_overlapping_launches_in_a_graph_see_finished_inputs(device, num_rows):
-    """A launch may begin before the previous launch ends, but must not read unfinished results."""
     torch.manual_seed(0)
     width = 1024
     inner = 2 * width

@@ -1,4 +1,4 @@
-"""Tests the kernels of Gated DeltaNet against the plain torch reference in float32."""
+"""Tests the kernels of Gated DeltaNet against plain torch."""
 
 from dataclasses import replace
 
@@ -15,9 +15,7 @@ TOLERANCE = {torch.float32: {"atol": 3e-5, "rtol": 3e-5}, torch.float16: {"atol"
 
 
 def check_close(found, expected, tolerance):
-    """Compare element by element, or by the norm of the difference if `tolerance` is a number."""
     if isinstance(tolerance, dict):
-        # NaN of unused slots stays NaN.
         torch.testing.assert_close(found, expected, equal_nan=True, **tolerance)
         return
     assert torch.equal(found.isnan(), expected.isnan())
@@ -71,7 +69,6 @@ def test_heads_of_any_size_match_reference(heads, dims, width, state_case, devic
 
 @pytest.mark.parametrize("block_rows", [8, 16])
 def test_states_in_blocks_of_rows_match_reference(block_rows, state_case, device, monkeypatch):
-    """Use the launch for many decodes, which divides states into blocks of rows."""
     from nanovllm_kernels.linear_attention import triton_decode
 
     monkeypatch.setattr(triton_decode, "INTERPRETER_SMS", 0)
@@ -103,13 +100,12 @@ def test_bfloat16_matches_reference(state_dtype, state_case, device):
 def test_model_sized_layer_matches_reference(dtype, state_case, device):
     counts_and_lengths = [*[(1, 100 + 9 * request) for request in range(40)], (3000, 5000), (700, 700), (64, 1000)]
     case = state_case(counts_and_lengths, heads=(16, 32), dims=(128, 128), dtype=dtype, device=device)
-    # Among so many bf16 values, a few have errors above every useful bound per element, so compare norms.
+    # A few of the many bf16 values have large errors, so compare norms.
     check(case, knows_decodes=False, tolerance={"atol": 1e-3, "rtol": 1e-3} if dtype == torch.float32 else 2e-2)
 
 
 @pytest.mark.gpu
 def test_one_captured_graph_serves_any_lengths(state_case, device):
-    """Between capture and replay, decodes and chunks change places. The number of tokens stays the same."""
     case = state_case([(1, 70), (1, 1), (60, 64), (2, 2)], device=device)
     later = state_case([(60, 200), (2, 2), (1, 64), (1, 9)], device=device)
     batch, later_batch = (each.plan("triton", knows_decodes=False) for each in (case, later))
@@ -138,7 +134,6 @@ def test_one_captured_graph_serves_any_lengths(state_case, device):
 
 
 def check_copies(states, copies):
-    """A copy may read the results of the copies before it."""
     sources, targets = torch.tensor(copies, dtype=torch.int64, device=states.device).view(-1, 2).t().contiguous()
     expected = states.clone()
     linear_attention_reference.copy_states(expected, sources, targets)
@@ -157,7 +152,7 @@ def test_state_copies_happen_in_order(dtype, shape, device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_many_state_copies_allocate_no_memory(dtype, device):
-    """The tensor has more than 2^31 elements: the states of 2 layers of Qwen3-Next in 2,200 slots."""
+    """The tensor has more than 2^31 elements."""
     states = torch.zeros((2, 2200, 32, 128, 128), dtype=dtype, device=device)
     states.view(2, 2200, -1)[:, :, :2] = torch.arange(4400, device=device).view(2, 2200, 1)
     states.view(2, 2200, -1)[:, :, -1] = 1

@@ -1,4 +1,4 @@
-"""Tests that drafts change no bit of the states of Gated DeltaNet, in Triton."""
+"""Tests that drafts change no bit of the states of Gated DeltaNet."""
 
 from dataclasses import replace
 
@@ -20,16 +20,13 @@ LARGE = replace(SMALL, num_steps=11, prompt_lens=(0, 63, 64, 130), shape=LayerSh
 
 @pytest.mark.parametrize(("splits_states_by_rows", "max_drafts", "seed"), [(False, 2, 10), (True, 1, 16)])
 def test_drafts_change_no_bit(splits_states_by_rows, max_drafts, seed, device, monkeypatch):
-    """splits_states_by_rows: use the launch for many requests, which divides states into blocks of rows.
-
-    With these seeds, a step fills a request's ring with `max_drafts` pending tokens and `max_drafts` drafts.
-    """
+    """With these seeds, one step fills the ring of a request."""
     from nanovllm_kernels.linear_attention import triton_decode
 
     if splits_states_by_rows:
         monkeypatch.setattr(triton_decode, "INTERPRETER_SMS", 0)
         monkeypatch.setattr(triton_decode, "BLOCK_ROWS_BY_BYTES", {4: 8})
-    # On a GPU, the kernel for caches without a ring may add in another order. So there, both runs have rings.
+    # The GPU kernel for caches without a ring may add in another order.
     settings = replace(SMALL, max_drafts=max_drafts, device=device, plain_has_ring=device != "cpu")
     num_drafts, num_accepted, num_restarts = DraftTraces(settings, seed).run()
     assert num_drafts >= num_accepted > 0
@@ -37,7 +34,6 @@ def test_drafts_change_no_bit(splits_states_by_rows, max_drafts, seed, device, m
 
 
 def make_cache(backend: str, device: str) -> LayerCache:
-    """Make caches of zeros for 4 requests. All calls use the same weights."""
     settings = replace(SMALL, backend=backend, device=device)
     cache = LayerCache(settings, make_weights(SMALL.shape, torch.Generator().manual_seed(0)), 4, 5, max_drafts=2)
     cache.states.zero_()
@@ -46,7 +42,6 @@ def make_cache(backend: str, device: str) -> LayerCache:
 
 
 def run_steps(cache: LayerCache) -> list[torch.Tensor]:
-    """Run steps in which some requests have no tokens or no drafts, and return their results."""
     generator, requests = torch.Generator().manual_seed(1), torch.arange(4)
     outs = []
     for query_lens, num_accepted in (([3, 1, 0, 2], [1, 0, 0, 1]), ([2, 3, 1, 3], [1, 2, 0, 0])):
@@ -70,7 +65,6 @@ def test_drafts_match_reference(device):
 
 @pytest.mark.gpu
 def test_one_captured_graph_serves_any_numbers_of_drafts(device):
-    """Between capture and replay, numbers of tokens, of pending tokens and of requests change."""
     generator = torch.Generator().manual_seed(3)
     caches = [make_cache("triton", device) for _ in range(2)]
     tokens = make_tokens(SMALL.shape, (9,), generator).to(device)

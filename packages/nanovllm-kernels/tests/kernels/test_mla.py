@@ -1,4 +1,4 @@
-"""Tests the kernels of latent attention against a float64 loop; unfilled slots of the cache hold NaN."""
+"""Tests the kernels of latent attention."""
 
 import pytest
 import torch
@@ -13,14 +13,13 @@ from nanovllm_kernels.elementwise import elementwise_reference
 from nanovllm_kernels.platform import has_flash_attention
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
-# Decodes, whole prompts, and chunks of prompts.
 MIXED_REQUESTS = [(1, 1), (1, 37), (5, 5), (1, 20), (20, 70), (33, 33), (2, 9)]
 OPS = torch.ops.nanovllm
 
 
 @pytest.fixture(autouse=True)
 def skipping_projection(monkeypatch):
-    """Use the projection kernel that skips tokens of whole prompts, even for the few tokens of a test."""
+    """Skip tokens of whole prompts even in small batches."""
     monkeypatch.setattr(mla, "MIN_SKIPPING_TOKENS", 1)
 
 
@@ -82,7 +81,7 @@ def test_parts_are_merged(device, latent_batch, quantized_latents, naive_latent_
     check_attention(quantized_latents(batch) if is_fp8 else batch, naive_latent_attention)
 
 
-# (query_len, context) of decodes, decodes with drafts, short chunks over long contexts, prompts, and unused entries.
+# (query_len, context) pairs.
 MIXES = st.lists(
     st.one_of(
         st.tuples(st.just(1), st.integers(0, 200)),

@@ -1,5 +1,3 @@
-"""Tests the kernels of experts against plain torch, for all experts and for the experts of one rank."""
-
 from itertools import pairwise, product
 
 import pytest
@@ -37,11 +35,7 @@ def draw_case(
     shared: bool = False,
     eligible: range | None = None,
 ) -> tuple[Tensor, PackedExperts, ChosenExperts]:
-    """Draw tokens `x`, a view of longer rows, and experts with counters.
-
-    favourite: all tokens choose the same experts. shared: each token's last choice is the last expert.
-    eligible: experts that tokens may choose besides the shared expert. None: all.
-    """
+    """favourite: all tokens choose the same experts. shared: each token's last choice is the last expert."""
     generator = torch.Generator(device).manual_seed(num_tokens * 31 + width)
 
     def draw(*shape: int) -> Tensor:
@@ -85,7 +79,6 @@ def check_experts(
     favourite: bool = False,
     shared: bool = False,
 ) -> Tensor:
-    """Compare with the reference, and return the kernels' result. See `draw_case`."""
     sizes = num_tokens, num_experts, hidden_size, width, top_k
     x, experts, chosen = draw_case(*sizes, dtype, device, quantized=quantized, favourite=favourite, shared=shared)
     generator = torch.Generator(device).manual_seed(num_tokens)
@@ -101,7 +94,7 @@ def check_experts(
     else:
         wide_experts = experts._replace(w13=experts.w13.double(), w2=experts.w2.double())
         expected = moe_reference.fused_experts(x.double(), wide_experts, chosen, wide_added)
-    # An e4m3 value that is rounded the other way differs by 1/8; such values are rare.
+    # A few e4m3 values are rounded the other way.
     tolerance = TOLERANCE[dtype] + (0.02 if quantized else 0.0)
     assert (results[0].double() - expected).norm() < tolerance * expected.norm()
     return results[0]
@@ -119,7 +112,6 @@ def test_few_tokens_match_reference(num_tokens, num_experts, top_k, hidden_size,
 @pytest.mark.parametrize(("num_tokens", "num_experts"), [(1, 14), (1, 40), (3, 12), (3, 40)])
 @pytest.mark.parametrize("quantized", [False, True])
 def test_few_tokens_with_shared_expert_match_reference(num_tokens, num_experts, quantized, device):
-    """11 experts per token, as in Qwen3-Next: not a power of two."""
     check_experts(
         *(num_tokens, num_experts, 32, 24, 11, torch.float32, device),
         residual=torch.float32 if num_tokens > 1 else None,
@@ -148,7 +140,6 @@ def test_many_tokens_match_reference(num_tokens, num_experts, top_k, device):
 @pytest.mark.parametrize(("num_tokens", "num_experts", "top_k"), [(3, 17, 9), (40, 5, 3)])
 @pytest.mark.parametrize("quantized", [False, True])
 def test_many_tokens_with_shared_expert_match_reference(num_tokens, num_experts, top_k, quantized, device):
-    """The shared expert follows 2 ** n routed experts. With 40 tokens, it has more than one tile of rows."""
     sizes = num_tokens, num_experts, 48, 40, top_k
     check_experts(*sizes, torch.float32, device, residual=torch.float32, quantized=quantized, shared=True)
 
@@ -172,7 +163,6 @@ def test_fp8_few_tokens_match_reference(num_tokens, device):
 
 @pytest.mark.parametrize(("tile", "top_k", "shared"), [(1024, 3, False), (8192, 3, True), (8192, 5, True)])
 def test_fp8_one_token_with_partial_tiles_matches_reference(tile, top_k, shared, device, monkeypatch):
-    """The numbers of columns and groups of both products are not multiples of the tile."""
     monkeypatch.setattr(policy, "MAX_MATVEC_TILE_ELEMENTS", tile)
     sizes = 1, 6, 330, 134, top_k
     check_experts(*sizes, torch.float16, device, quantized=True, residual=torch.float32, shared=shared)
@@ -199,7 +189,6 @@ def test_fp8_many_tokens_match_reference(num_tokens, favourite, device):
 def test_specialized_kernel_equals_plain_kernel(
     num_tokens, favourite, num_experts, hidden_size, width, top_k, device, monkeypatch
 ):
-    """The results are equal bit for bit."""
     found = []
     for min_rows in (0, 1 << 30):
         monkeypatch.setattr(policy, "MIN_SPECIALIZED_AVERAGE_ROWS", min_rows)
@@ -221,7 +210,7 @@ def test_large_experts_match_reference(num_tokens, num_experts, hidden_size, wid
 
 
 def run_with_poisoned_memory(*arguments: object) -> Tensor:
-    """Run `_fused_experts_op`. Uninitialised tensors hold NaN (integers: the largest value)."""
+    """Torch fills uninitialised tensors with NaN (integers: the largest value)."""
     was_deterministic = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     try:
@@ -231,7 +220,7 @@ def run_with_poisoned_memory(*arguments: object) -> Tensor:
 
 
 def take_experts(experts: PackedExperts, first: int, end: int) -> PackedExperts:
-    """Return a rank's experts, with ids `first` to `end - 1`. The memory before and after their weights holds NaN."""
+    """The memory before and after the returned weights holds NaN."""
     own = []
     for tensor in experts[:4]:
         if tensor is not None:
@@ -243,14 +232,12 @@ def take_experts(experts: PackedExperts, first: int, end: int) -> PackedExperts:
 
 
 def even_bounds(num_experts: int, num_ranks: int) -> list[int]:
-    """Return each rank's first id, then the number of experts."""
     return [rank * num_experts // num_ranks for rank in range(num_ranks + 1)]
 
 
 def check_ranks(
     x: Tensor, experts: PackedExperts, chosen: ChosenExperts, num_ranks: int, residual: Tensor | None
 ) -> None:
-    """Assert that the ranks' results add up. For tokens without an expert of a rank, the rank returns the residual."""
     added = torch.zeros_like(x) if residual is None else residual
     total = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
     for first, end in pairwise(even_bounds(len(experts.w2), num_ranks)):
@@ -278,7 +265,6 @@ def check_ranks(
 def test_results_of_ranks_add_up(
     kernel, num_tokens, weight_format, num_ranks, num_experts, top_k, shared, device, monkeypatch
 ):
-    """Tokens choose any experts, only experts of the first rank, or only experts of the last rank."""
     monkeypatch.setattr(policy, "choose_kernel", lambda *_: kernel)
     # Launch fewer programs, because Triton's interpreter runs them one after another.
     monkeypatch.setattr(policy, "MATVEC_COLUMNS", 16)
@@ -311,7 +297,6 @@ def test_results_of_ranks_with_large_experts_add_up(
 @pytest.mark.parametrize("num_tokens", [1, 9, 200, 1000, 8192])
 @pytest.mark.parametrize("eligible", [None, range(4)])
 def test_specialized_kernel_equals_plain_kernel_on_each_rank(num_tokens, eligible, device, monkeypatch):
-    """The results are equal bit for bit, and they add up."""
     sizes = num_tokens, 17, 768, 384, 4
     case = draw_case(*sizes, torch.bfloat16, device, quantized=True, shared=True, eligible=eligible)
     x, experts, chosen = case
@@ -329,7 +314,6 @@ def test_specialized_kernel_equals_plain_kernel_on_each_rank(num_tokens, eligibl
 @pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("num_tokens", [1, 8, 64, 1000])
 def test_graph_of_a_rank_replays_with_other_experts(num_tokens, quantized, device):
-    """The rank owns all (token, expert) pairs during capture, and some, none, or all pairs in the replays."""
     sizes = num_tokens, 64, 2048, 512, 8
     x, experts, captured = draw_case(*sizes, torch.bfloat16, device, quantized=quantized, eligible=range(16))
     own = take_experts(experts, 0, 16)

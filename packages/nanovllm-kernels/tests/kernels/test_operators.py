@@ -1,5 +1,3 @@
-"""Tests that custom operators declare which arguments they write, and that their fakes return the right shapes."""
-
 import pytest
 import torch
 
@@ -37,7 +35,7 @@ def arguments():
     float16_rows = torch.randn(64, 2048).half()
     latents, lengths = torch.randn(4, 16, 1, 24), (integers([7, 2]), starts)
     queries = (torch.randn(4, 3, 16), torch.randn(3, 4, 8))
-    # Work list of one decode. The first of two parts has one tile with one block of keys. The second part is empty.
+    # The work list has one decode and two parts. The second part is empty.
     decodes = [integers([0, 1, 1], torch.int64), integers([[0, 0], [0, 0]])]
     decodes.append(integers([[0, 0], [1, 1], [1, 1]], torch.int64))
     return {
@@ -128,7 +126,7 @@ def moved_to(device, value):
 def test_operator_has_valid_schema_and_fake(device, name):
     moved = [moved_to(device, value) for value in arguments()[name]]
     (operator,) = {vars(module)[f"_{name}_op"] for module in MODULES if f"_{name}_op" in vars(module)}
-    # The schema check multiplies the arguments, which torch cannot do with FP8 on a CPU.
+    # The schema check multiplies the arguments. Torch cannot multiply FP8 tensors on a CPU.
     has_fp8 = any(isinstance(value, torch.Tensor) and value.dtype == torch.float8_e4m3fn for value in moved)
     tests = ("test_faketensor",) if has_fp8 else ("test_schema", "test_faketensor")
     torch.library.opcheck(operator, moved, test_utils=tests)

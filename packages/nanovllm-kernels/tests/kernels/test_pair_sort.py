@@ -9,7 +9,7 @@ from nanovllm_kernels.moe import policy
 
 
 def check_pair_sort(ids: Tensor, num_experts: int, block_m: int, first_id: int | None = None) -> None:
-    """first_id: sort only the pairs of the `num_experts` experts from this id on. None: the pairs of all experts."""
+    """first_id: id of the rank's first expert. None: the rank has all experts."""
     from nanovllm_kernels.moe import triton_sort
 
     order, starts, tiles = (each.cpu() for each in triton_sort.sort_pairs(ids, num_experts, block_m, first_id))
@@ -30,7 +30,6 @@ def check_pair_sort(ids: Tensor, num_experts: int, block_m: int, first_id: int |
 @pytest.mark.parametrize("num_experts", [3, 16])
 @pytest.mark.parametrize("block_m", [4, 16])
 def test_pairs_are_sorted_and_tiled(num_tokens, num_experts, block_m, device):
-    """The pairs form one, few or many parts. Every token chooses the last expert."""
     ids = torch.rand((num_tokens, num_experts - 1), device=device).argsort(1)[:, :2].int()
     check_pair_sort(torch.cat((ids, torch.full_like(ids[:, :1], num_experts - 1)), 1), num_experts, block_m)
 
@@ -39,7 +38,6 @@ def test_pairs_are_sorted_and_tiled(num_tokens, num_experts, block_m, device):
 @pytest.mark.parametrize("num_tokens", [1, 10, 16, 33, 64])
 @pytest.mark.parametrize(("first_id", "num_experts"), [(0, 8), (5, 1), (8, 9), (17, 3)])
 def test_only_pairs_of_own_experts_are_sorted(num_tokens, first_id, num_experts, device):
-    """Tokens choose 3 of 17 experts. In the last case, a rank has experts from id 17 on, and so no pairs."""
     ids = torch.rand((num_tokens, 17), device=device).argsort(1)[:, :3].int().contiguous()
     check_pair_sort(ids, num_experts, 4, first_id)
 
@@ -56,7 +54,6 @@ def test_many_pairs_are_sorted_and_tiled(num_tokens, num_experts, top_k):
 
 @pytest.mark.parametrize("first_id", [None, 0, 4, 12])
 def test_gathered_rows_follow_the_order_of_pairs(first_id, device):
-    """`gluon_grouped` gathers the rows of 4 of 12 experts, of all experts, and of experts that no token chooses."""
     from nanovllm_kernels.moe import gluon_grouped, triton_sort
 
     num_tokens, top_k, depth, num_experts = 50, 3, 384, 12 if first_id is None else 4

@@ -1,5 +1,3 @@
-"""Tests the step input kernels against the plain torch reference."""
-
 import pytest
 import torch
 

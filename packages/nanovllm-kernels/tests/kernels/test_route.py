@@ -1,4 +1,4 @@
-"""Tests the kernel that chooses experts against plain torch, with all options."""
+"""Tests the kernel that chooses experts against plain torch."""
 
 from dataclasses import astuple
 
@@ -10,7 +10,7 @@ from nanovllm_kernels.moe import Routing, _route_op, moe_reference
 
 
 def check_route(logits: Tensor, routing: Routing, bias: Tensor | None, *, near_ties: bool = False) -> None:
-    """near_ties: scores may differ by less than their rounding, so that either expert may come first."""
+    """near_ties: scores may differ by less than their rounding error."""
     weights, ids = _route_op(logits, bias, *astuple(routing))
     expected_weights, expected_ids = moe_reference.route(logits, routing, bias)
     if near_ties:
@@ -22,7 +22,6 @@ def check_route(logits: Tensor, routing: Routing, bias: Tensor | None, *, near_t
 
 
 def check_order(logits: Tensor, routing: Routing, bias: Tensor | None, ids: Tensor, expected_ids: Tensor) -> None:
-    """Assert that the ids are as expected, except where scores are equal up to rounding."""
     routed = logits[:, :-1] if routing.shared == "gated" else logits
     scores = routed.softmax(-1) if routing.scoring == "softmax" else routed.sigmoid()
     choice = scores if bias is None else scores + bias
@@ -51,7 +50,7 @@ def check_order(logits: Tensor, routing: Routing, bias: Tensor | None, ids: Tens
 )
 @pytest.mark.parametrize("num_experts", [24, 64])
 def test_route_matches_reference(routing, num_experts, device):
-    # The logits of a token are different multiples of 1/8, so they also differ in bf16.
+    # The multiples of 1/8 differ in bf16 too.
     order = torch.rand((3, num_experts + 5), device=device).argsort(-1)
     logits = ((order - 10) / 8).to(torch.bfloat16 if num_experts == 24 else torch.float32)
     logits = logits[:, : num_experts + (routing.shared == "gated")]

@@ -12,7 +12,6 @@ OPS = torch.ops.nanovllm
 
 
 def settings_of(num_rows, device):
-    """Return the arguments of `sample` after the logits. Rows mix filters, and some are greedy."""
     temperature = torch.tensor([0.0, 0.6, 1.0, 1.0, 1.5, 1.0, 0.8]).repeat(num_rows)[:num_rows]
     top_k = torch.tensor([0, 1, 20, 0, 5, 10**6], dtype=torch.int32).repeat(num_rows)[:num_rows]
     top_p = torch.tensor([1.0, 0.9, 0.5, 1.0, 0.1]).repeat(num_rows)[:num_rows]
@@ -23,7 +22,6 @@ def settings_of(num_rows, device):
 
 
 def sample_on_cpu(logits, settings, all_greedy, any_filter):
-    """Return the reference's tokens. settings: the result of `settings_of`."""
     *draw_settings, positions = (tensor.cpu() for tensor in settings)
     return sampling_reference.sample(logits.cpu(), DrawSettings(*draw_settings), positions, all_greedy, any_filter)
 
@@ -46,7 +44,6 @@ def test_draws_match_reference(device, vocab_size, dtype):
 
 
 def test_ties_at_thresholds_are_kept(device):
-    """Coarse logits put most thresholds on a tie. In a second draw, only three tokens are allowed."""
     torch.manual_seed(1)
     settings = settings_of(40, device)
     logits = torch.randn(40, 60, device=device).mul_(2).round_()
@@ -71,7 +68,6 @@ LOGITS = {
 @pytest.mark.parametrize("kind", LOGITS)
 @pytest.mark.parametrize("max_segments", [4, 32])
 def test_filters_on_any_logits_match_reference(device, monkeypatch, kind, max_segments):
-    """Rows differ in whether their candidate segments fit the limit and include all tokens that the filters keep."""
     for name, size in {
         "CHUNK_TOKENS": 256,
         "SEGMENT_TOKENS": 16,
@@ -96,7 +92,7 @@ def test_filters_on_any_logits_match_reference(device, monkeypatch, kind, max_se
 
     expected = sample_on_cpu(logits, settings, False, True)
     assert torch.equal(actual.cpu(), expected)
-    # `any_filter=False` only saves work: rows without filters draw the same tokens.
+    # Rows without filters draw the same tokens with `any_filter=False`.
     no_filter = torch.tensor([not (0 < k < vocab_size or p < 1 or m > 0) for k, p, m in filters]) | (temperature == 0)
     unfiltered = OPS.sample(logits, *settings, False, False)
     assert torch.equal(unfiltered.cpu()[no_filter], expected[no_filter])
@@ -138,7 +134,6 @@ def test_rows_without_penalties_keep_their_logits(device):
 
 
 def check_in_place(name, logits, *arguments, **tolerances):
-    """Compare with the reference on the CPU, bit by bit unless `tolerances` are given."""
     expected = logits.cpu()
     getattr(sampling_reference, f"{name}_")(expected, *(each.cpu() for each in arguments))
     getattr(OPS, name)(logits, *arguments)
@@ -161,7 +156,7 @@ def test_bias_matches_reference(device, position_dtype):
 def test_masks_match_reference(device, vocab_size):
     logits = torch.randn(5, vocab_size, device=device)
     logits[:, ::7] = -math.inf
-    # The masks are views of wider rows, and bits after the vocabulary must not matter.
+    # Bits after the vocabulary must not matter.
     masks = torch.randint(-(2**31), 2**31, (3, -(-vocab_size // 32) + 2), device=device).to(torch.int32)
     masks[1, 1:] = 0
     mask_rows = torch.tensor([4, -1, 2], dtype=torch.int32, device=device)
@@ -179,7 +174,6 @@ def test_many_masks_match_reference(device):
 @pytest.mark.parametrize(("num_sequences", "length"), [(3, 2), (200, 4), (5, 1)])
 @pytest.mark.parametrize("position_dtype", [torch.int32, torch.int64])
 def test_forbidden_sequences_match_reference(device, num_sequences, length, position_dtype):
-    """A small vocabulary makes many sequences match. Rows are at their first token, in their prompt, or after it."""
     torch.manual_seed(num_sequences)
     vocab_size, num_rows = 6, 7
     logits = torch.randn(9, vocab_size, device=device)
@@ -198,7 +192,7 @@ def test_forbidden_sequences_match_reference(device, num_sequences, length, posi
 
 
 def test_rows_with_other_options_do_not_change_a_rows_draw(device):
-    """Run all operators on all rows. Each row alone must draw the same token with only the operators that it needs."""
+    """Each row alone must draw the same token with only the operators that it needs."""
     torch.manual_seed(3)
     num_rows, vocab_size = 32, 3000
     logits = (torch.randn(num_rows, vocab_size) * 3).to(device)
@@ -209,7 +203,6 @@ def test_rows_with_other_options_do_not_change_a_rows_draw(device):
     cpu_rows = rows.cpu().long()
 
     def table(is_used, values, off):
-        """Return a table with `values` for the rows that use an option, and with `off` for the others."""
         out = torch.full_like(values, off)
         out[cpu_rows[is_used]] = values[cpu_rows[is_used]]
         return out.to(device)
@@ -272,7 +265,7 @@ def test_logprobs_match_reference(device, num_top):
 @pytest.mark.parametrize(("num_rows", "vocab_size"), [(1, 49152), (64, 151_936), (256, 128_256)])
 def test_large_draws_match_reference(device, dtype, num_rows, vocab_size):
     torch.manual_seed(num_rows)
-    # Rounding decides near ties and tokens on the edge of top_p, once in many thousand rows.
+    # Rounding decides near ties and tokens at the limit of top_p.
     check_sample(num_rows, vocab_size, dtype, device, max_wrong=num_rows // 32)
 
 

@@ -1,4 +1,4 @@
-"""Tests that work lists put every key block of every listed query into exactly one part, and cut equal parts."""
+"""Tests that work lists put each key block of the listed queries into exactly one part."""
 
 import itertools
 from typing import NamedTuple
@@ -27,7 +27,7 @@ class Segment(NamedTuple):
 
 
 def make_lengths(device, requests, num_empty=0):
-    """Return (seq_lens, query_start_loc) of (query_len, seq_len) pairs, followed by `num_empty` unused entries."""
+    """requests: (query_len, seq_len) pairs. Returns (seq_lens, query_start_loc)."""
     query_lens = [query_len for query_len, _ in requests] + [0] * num_empty
     seq_lens = [seq_len for _, seq_len in requests] + [0] * num_empty
     query_starts = [0, *torch.tensor(query_lens).cumsum(0).tolist()]
@@ -45,7 +45,7 @@ def plan(
     num_tokens=None,
     num_head_blocks=8,
 ):
-    """Return the work list of (query_len, seq_len) pairs, and the query lengths of excluded requests."""
+    """Return the work list and the query lengths of excluded requests."""
     num_tokens = sum(query_len for query_len, _ in requests) if num_tokens is None else num_tokens
     return make_work_list(
         *make_lengths(device, requests, num_empty),
@@ -72,7 +72,6 @@ def list_segments(work):
 
 
 def count_tile_blocks(requests, block_q):
-    """Return the number of key blocks of each tile, by (request, first query)."""
     return {
         (request, first_query): -(-(seq_len - query_len + min(first_query + block_q, query_len)) // CONFIG.block_n)
         for request, (query_len, seq_len) in enumerate(requests)
@@ -81,7 +80,7 @@ def count_tile_blocks(requests, block_q):
 
 
 def check_cover(work, num_blocks_by_tile):
-    """Check that segments cover all blocks of the tiles once, in order, and that all parts but the last are equal."""
+    """All parts except the last must have equal sizes."""
     num_covered = dict.fromkeys(num_blocks_by_tile, 0)
     part_sizes = [0] * work.num_parts
     for segment in list_segments(work):
@@ -179,7 +178,6 @@ def test_more_tiles_and_requests_than_one_planning_block_are_covered(device, mon
 
 def test_more_than_2_to_the_31_blocks_are_counted(device, monkeypatch):
     monkeypatch.setattr(tile_configs, "choose_num_parts", lambda *_: 132)
-    # Two chunks of 100 tokens at the end of 2^30 tokens; each token is a tile.
     work, _ = plan(device, [(100, 1 << 30)] * 2, block_q=1)
     num_blocks = 2 * sum(-(-length // 64) for length in range((1 << 30) - 99, (1 << 30) + 1))
     assert num_blocks > 1 << 31
@@ -193,7 +191,6 @@ def test_more_than_2_to_the_31_blocks_are_counted(device, monkeypatch):
 def test_one_short_chunk_over_a_long_context_fills_the_device(device, monkeypatch, query_len, num_heads):
     monkeypatch.setattr(work_list, "INTERPRETER_SMS", 132)
     monkeypatch.setattr("nanovllm_kernels.attention.plan.work_list.describe_device", lambda _: CpuDescription)
-    # As in a captured step: 512 tokens, 256 entries, lengths known only to the device.
     work, _ = plan(device, [(query_len, 32768)], block_q=32, num_empty=255, num_tokens=512, num_head_blocks=num_heads)
     check_cover(work, count_tile_blocks([(query_len, 32768)], 32))
     size_by_part = {}
@@ -241,12 +238,12 @@ def test_requests_for_another_kernel_are_gathered_in_order(device, monkeypatch):
 def test_query_lengths_are_split_between_narrow_and_wide_tiles():
     # Narrow tiles take decodes and requests of few queries. Wide tiles take chunks.
     assert split_query_lens(4, 32, 1, 512) == (range(1, 5), range(5, 513))
-    # If another kernel takes the decodes, one launch takes all other requests.
+    # One launch takes all other requests if another kernel takes the decodes.
     assert split_query_lens(4, 32, 2, 512) == (range(0), range(2, 513))
-    # Without chunks (steps that verify draft tokens, and steps of decodes), all requests use narrow tiles.
+    # All requests use narrow tiles in steps without chunks.
     assert split_query_lens(4, 32, 1, 4) == (range(1, 5), range(0))
     assert split_query_lens(4, 32, 1, 1) == (range(1, 2), range(0))
-    # If narrow and wide tiles have the same size, one launch takes all requests.
+    # One launch takes all requests if narrow and wide tiles have the same size.
     assert split_query_lens(1, 1, 1, 512) == (range(0), range(1, 513))
     for min_len in (1, 2):
         for max_len in (1, 3, 4, 5, 700):

@@ -5,7 +5,6 @@ from torch import Tensor
 
 
 def make_caches(device: str, num_blocks: int = 7) -> list[Tensor]:
-    """Return caches of random bytes. Each of the last two caches is a layer of a tensor [layers, num_blocks, ...]."""
     generator = torch.Generator().manual_seed(0)
 
     def random(dtype: torch.dtype, *shape: int) -> Tensor:

@@ -18,7 +18,6 @@ EPS = 1e-5
 
 @contextmanager
 def open_communicator(device: torch.device) -> Iterator[Communicator]:
-    """Open a communicator of all ranks."""
     communicator = Communicator(dist.group.WORLD, device)
     yield communicator
     communicator.close()
@@ -48,7 +47,7 @@ def check_equal_on_all_ranks(x: Tensor) -> None:
 
 
 def check_close(actual: Tensor, parts: list[Tensor], addend: Tensor | float = 0.0, num_roundings: int = 1) -> None:
-    """Compare with `addend` plus the sum of `parts` in float64. num_roundings: roundings to `actual`'s dtype."""
+    """Compare with `addend` plus the sum of `parts`. num_roundings: roundings to the dtype of `actual`."""
     exact = sum((part.double() for part in parts), torch.zeros((), dtype=torch.float64, device=actual.device)) + addend
     magnitude = sum(part.double().abs() for part in parts) + abs(addend)
     relative = torch.finfo(actual.dtype).eps / 2 * num_roundings + torch.finfo(torch.float32).eps * len(parts)
@@ -57,7 +56,6 @@ def check_close(actual: Tensor, parts: list[Tensor], addend: Tensor | float = 0.
 
 
 def check_sums(communicator: Communicator, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-    """Check `all_reduce` and `reduce_scatter`. The result of a rank has this `shape`."""
     parts = make_parts(shape, dtype, device)
     x = parts[communicator.rank].clone()
     assert communicator.all_reduce(x) is x
@@ -76,7 +74,6 @@ def check_sums(communicator: Communicator, shape: tuple[int, ...], dtype: torch.
 
 
 def check_copies(communicator: Communicator, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-    """Check `all_gather`, `exchange_columns` and `broadcast`, which keep the bits of integers."""
     parts = make_parts(shape, dtype, device)
     own = parts[communicator.rank]
     assert _same(communicator.all_gather(own), torch.cat([_view_fp8_as_bytes(part) for part in parts]))
@@ -105,7 +102,7 @@ def check_norm(
     dtypes: tuple[torch.dtype, torch.dtype | None, torch.dtype],
     device: torch.device,
 ) -> None:
-    """Check `all_reduce_norm`. dtypes: partial sums, residual (None: no residual), normed rows."""
+    """dtypes: partial sums, residual (None: no residual), normed rows."""
     dtype, residual_dtype, normed_dtype = dtypes
     shape = (num_rows, hidden_size)
     parts = make_parts(shape, dtype, device)
@@ -133,7 +130,7 @@ def check_close_norm(normed: Tensor, x: Tensor, weight: Tensor) -> None:
 
 
 def check_nan_is_no_empty_slot(communicator: Communicator, device: torch.device) -> None:
-    """Check that NaNs with the bits of an empty slot arrive as NaNs."""
+    """NaNs with the bits of an empty slot must arrive as NaNs."""
     for dtype in FLOATS:
         x = torch.zeros((2, 128), device=device, dtype=dtype)
         x.view(torch.uint8)[0] = 0xFF
@@ -142,7 +139,6 @@ def check_nan_is_no_empty_slot(communicator: Communicator, device: torch.device)
 
 
 def check_compiled(communicator: Communicator, device: torch.device, backend: str) -> None:
-    """Check that torch.compile traces every operator without a graph break, and does not change results."""
     weight = torch.ones(64, device=device, dtype=torch.bfloat16)
 
     def compute(x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
@@ -172,7 +168,6 @@ def check_empty(communicator: Communicator, device: torch.device) -> None:
 
 
 def check_schemas(communicator: Communicator, device: torch.device) -> None:
-    """Check that the operators' schemas declare what is overwritten, and that fakes return the right shapes."""
     name, x = dist.group.WORLD.group_name, torch.ones((2 * communicator.size, 16), device=device)
     arguments = {
         "all_reduce": (x, name),
@@ -208,14 +203,13 @@ def check_rejected_arguments(communicator: Communicator, device: torch.device) -
 
 
 def check_graph(communicator: Communicator, num_rows: int, hidden_size: int, device: torch.device) -> None:
-    """Replay a graph of collectives with new inputs, while one rank is late."""
     dtype, size = torch.bfloat16, communicator.size
     x = torch.zeros((size * num_rows, hidden_size), dtype=dtype, device=device)
     residual, tokens = torch.zeros_like(x), torch.zeros(num_rows, dtype=torch.int32, device=device)
     weight = torch.ones(hidden_size, dtype=dtype, device=device)
 
     def compute() -> tuple[Tensor, ...]:
-        # Pass copies, because collectives overwrite their arguments.
+        # `all_reduce_norm` and `all_reduce` overwrite their arguments.
         new_residual, normed = communicator.all_reduce_norm(x.clone(), residual.clone(), weight, EPS, dtype)
         sums = communicator.all_reduce(x[:num_rows].clone())
         scattered = communicator.reduce_scatter(x)
@@ -246,13 +240,11 @@ def check_graph(communicator: Communicator, num_rows: int, hidden_size: int, dev
             if step % 20 == 0:
                 check_equal_on_all_ranks(normed)
                 check_equal_on_all_ranks(sums)
-            # Eager calls may come between replays.
             if step % 10 == 0:
                 check_sums(communicator, (3, hidden_size), dtype, device)
 
 
 def fail_on_last_rank(device: torch.device) -> None:
-    """Raise an error on one rank, while the others wait."""
     if dist.get_rank() == dist.get_world_size() - 1:
         raise ValueError("this rank fails")
     time.sleep(1000)
@@ -263,7 +255,6 @@ def sleep_on_all_ranks(device: torch.device) -> None:
 
 
 def check_on_cpu(device: torch.device) -> None:
-    """Check every operator on a CPU."""
     torch.set_grad_enabled(False)
     with open_communicator(device) as communicator:
         for dtype in (*FLOATS, torch.int32, torch.int64):
@@ -279,7 +270,6 @@ def check_on_cpu(device: torch.device) -> None:
         check_schemas(communicator, device)
         check_compiled(communicator, device, "aot_eager")
         check_rejected_arguments(communicator, device)
-    # The group can have another communicator now.
     with open_communicator(device) as communicator:
         check_sums(communicator, (1, 2), torch.float32, device)
 
@@ -289,7 +279,6 @@ GPU_ROWS = (1, 2, 7, 8, 64, 300, 4096)
 
 
 def check_sums_on_gpus(device: torch.device) -> None:
-    """Check sums of every dtype and path, and that torch.compile traces every operator."""
     torch.set_grad_enabled(False)
     with open_communicator(device) as communicator:
         for dtype in FLOATS:
@@ -303,7 +292,6 @@ def check_sums_on_gpus(device: torch.device) -> None:
         check_empty(communicator, device)
         check_compiled(communicator, device, "inductor")
         check_rejected_arguments(communicator, device)
-    # Repeat two checks without peer memory.
     communicator = Communicator(dist.group.WORLD, device, use_peer_memory=False)
     check_sums(communicator, (3, 33), torch.bfloat16, device)
     check_norm(communicator, 3, 4096, (torch.bfloat16, torch.float32, torch.bfloat16), device)
@@ -311,7 +299,6 @@ def check_sums_on_gpus(device: torch.device) -> None:
 
 
 def check_norms_on_gpus(device: torch.device) -> None:
-    """Check norms of every dtype and path."""
     torch.set_grad_enabled(False)
     with open_communicator(device) as communicator:
         for num_rows in GPU_ROWS:
@@ -327,7 +314,6 @@ def check_norms_on_gpus(device: torch.device) -> None:
 
 
 def check_copies_on_gpus(device: torch.device) -> None:
-    """Check copies of every kind of dtype and path."""
     torch.set_grad_enabled(False)
     with open_communicator(device) as communicator:
         for dtype in (*FLOATS, torch.int32, torch.int64, torch.uint8, torch.float8_e4m3fn):
@@ -336,7 +322,6 @@ def check_copies_on_gpus(device: torch.device) -> None:
 
 
 def check_graphs_on_gpus(device: torch.device) -> None:
-    """Check replays of graphs with few and with many rows."""
     torch.set_grad_enabled(False)
     with open_communicator(device) as communicator:
         for num_rows, hidden_size in ((1, 4096), (7, 3072), (64, 8192), (300, 8192)):

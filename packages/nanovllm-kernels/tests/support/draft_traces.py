@@ -32,11 +32,10 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class TraceSettings:
-    """Settings of `DraftTraces`. A trace is a request with random drafts.
+    """A trace is a request with random drafts.
 
-    prompt_lens: numbers of tokens before the traces. If a number is CHECKPOINT_INTERVAL - 1, the first decode of its
-        traces saves a checkpoint. The last number must not be 0.
-    plain_has_ring: whether the run without drafts also has caches with rows for drafts (a ring).
+    prompt_lens: numbers of tokens before the traces. The last number must not be 0.
+    plain_has_ring: whether the cache of the run without drafts also has rows for drafts.
     """
 
     num_traces: int
@@ -68,10 +67,7 @@ def make_tokens(shape: LayerShape, size: tuple[int, ...], generator: torch.Gener
 
 
 class LayerCache:
-    """Caches of one layer, filled with NaN. Request i has slot 1 + i. max_drafts: 0 for caches without drafts.
-
-    num_computed, num_pending: int32 [requests], numbers of computed and of pending tokens (see `gated_delta_net`).
-    """
+    """Caches of one layer, filled with NaN. Request i has slot 1 + i. max_drafts: 0 for caches without drafts."""
 
     def __init__(
         self, settings: TraceSettings, weights: DeltaWeights, num_requests: int, num_slots: int, max_drafts: int
@@ -94,7 +90,7 @@ class LayerCache:
         return self.states[slots.to(self.states.device)].cpu()
 
     def read_conv_inputs(self, slots: Tensor, position: int) -> Tensor:
-        """Return the inputs of the convolution that the token at `position` needs: [n, NUM_TAPS - 1, C]."""
+        """Return the convolution inputs before `position`: [n, NUM_TAPS - 1, C]."""
         rows = torch.arange(position - NUM_TAPS + 1, position) % self.conv_states.shape[1]
         return self.conv_states.cpu()[slots.unsqueeze(1), rows, : self.settings.shape.num_channels]
 
@@ -108,10 +104,7 @@ class LayerCache:
         has_drafts: bool = False,
         checkpoints: Tensor | None = None,
     ) -> Tensor:
-        """Run a step of `requests` (int64 [n]), and count all tokens as computed. Returns the results of all tokens.
-
-        tokens: [sum(query_lens), width], see `make_tokens`. query_lens: int64 [n].
-        """
+        """requests, query_lens: int64 [n]. tokens: [sum(query_lens), width], see `make_tokens`."""
         device, gates_width = self.settings.device, 2 * self.settings.shape.num_v_heads
         self.num_computed[requests] += query_lens.int()
         pairs = torch.zeros((len(requests), 1, 2), dtype=torch.int32) if checkpoints is None else checkpoints
@@ -134,16 +127,14 @@ class LayerCache:
         return out.cpu()
 
     def reject(self, requests: Tensor, query_lens: Tensor, num_accepted: Tensor) -> None:
-        """Correct the counts after a step with drafts: each request has accepted `num_accepted` of its drafts."""
         self.num_computed[requests] -= (query_lens - 1 - num_accepted).int()
         self.num_pending[requests] = num_accepted.int()
 
 
 class DraftTraces:
-    """Runs random traces, and compares their results and states with those of the same tokens without drafts.
+    """Compares random traces with a run of the same tokens without drafts.
 
-    Slots in order: one per trace, one per prompt, one checkpoint per trace (used after a prompt of 63 tokens), and one
-    checkpoint per prompt (at 64 tokens).
+    Slots from 1 on: traces, prompts, checkpoints of traces, checkpoints of prompts.
     """
 
     def __init__(self, settings: TraceSettings, seed: int):
@@ -176,11 +167,9 @@ class DraftTraces:
         return self.traces[torch.rand(len(self.traces), generator=self.generator) < probability]
 
     def draw_counts(self, largest: Tensor) -> Tensor:
-        """Draw a number in 0..largest for each element."""
         return (torch.rand(len(largest), generator=self.generator) * (largest + 1)).long()
 
     def start(self, cache: LayerCache, prompt: Tensor, prompt_indices: Tensor) -> None:
-        """Compute the prompts in chunks, and start each trace from a copy of a prompt's state."""
         for index, length in enumerate(self.settings.prompt_lens):
             request = torch.tensor([len(self.traces) + index])
             pairs = torch.tensor([[[CHECKPOINT_INTERVAL, self.prompt_checkpoint_slots[index]]]], dtype=torch.int32)
@@ -190,7 +179,6 @@ class DraftTraces:
         cache.num_computed[self.traces] = self.first_positions.int()
 
     def compute_expected(self) -> None:
-        """Compute the tokens of all traces without drafts, one token of each trace per step."""
         outs, states = [], []
         ones = torch.ones(len(self.traces), dtype=torch.long)
         for index in range(self.tokens.shape[1]):
@@ -206,7 +194,6 @@ class DraftTraces:
         return torch.stack((position, self.trace_checkpoint_slots[traces]), 1).int().unsqueeze(1)
 
     def run(self) -> tuple[int, int, int]:
-        """Run all steps. Returns: numbers of drafts, of accepted drafts, and of starts from checkpoints."""
         # The first step has no drafts, so that decodes save checkpoints.
         num_drafts, num_accepted = self.step(has_drafts=False)
         num_restarts = 0
@@ -217,7 +204,6 @@ class DraftTraces:
         return num_drafts, num_accepted, num_restarts
 
     def step(self, *, has_drafts: bool) -> tuple[int, int]:
-        """Run about 90 % of the traces and check the results. Returns: numbers of drafts and of accepted drafts."""
         traces = self.draw_traces(0.9)
         query_lens = torch.ones_like(traces)
         if has_drafts:
@@ -240,7 +226,6 @@ class DraftTraces:
         return int(query_lens.sum() - len(traces)), int(num_accepted.sum())
 
     def run_with_prompt(self, traces: Tensor, tokens: Tensor) -> Tensor:
-        """Run one token of each trace together with a chunk of the last prompt, and check the prompt's state."""
         prompt = torch.tensor([len(self.traces) + len(self.settings.prompt_lens) - 1])
         chunk = self.make_tokens(self.settings.max_drafts)
         chunk_len = torch.tensor([len(chunk)])
@@ -256,7 +241,6 @@ class DraftTraces:
         return out
 
     def restart_some(self) -> int:
-        """Start some traces again from the checkpoints that their decodes have saved. Returns the number of traces."""
         traces = self.draw_traces(0.2)
         slots = self.trace_checkpoint_slots[traces]
         has_checkpoint = ~self.drafted.read_states(slots).isnan().flatten(1).any(1)
@@ -268,7 +252,6 @@ class DraftTraces:
         return len(traces)
 
     def check_checkpoints(self, slots: Tensor) -> None:
-        """Compare the checkpoints of both caches bit by bit."""
         assert torch.equal(self.drafted.read_states(slots), self.plain.read_states(slots))
         inputs = (cache.read_conv_inputs(slots, CHECKPOINT_INTERVAL) for cache in (self.drafted, self.plain))
         assert torch.equal(*inputs)

@@ -72,13 +72,13 @@ def put(units: tl.tensor, region: tl.tensor, slots: tl.tensor) -> None:
     targets, sent_units = _map_slots(region, indices), np.flatnonzero(indices >= 0)
     assert (targets[indices[sent_units]] == EMPTY_WORD).all(), "a slot is not empty"
     for part in np.array_split(np.random.permutation(sent_units), 4):
-        # If a unit has two elements, `take` checks only the upper halves (1 and 3) of the 64-bit words. Send them last.
+        # `take` checks only words 1 and 3 of a unit with two elements, so send these words last.
         for word in (0, 2, 1, 3) if units.handle.data.shape[1] == 2 else random.sample(range(4), 4):
             targets[indices[part], word] = words[part, word]
 
 
 def take(like: tl.tensor, region: tl.tensor, slots: tl.tensor) -> tl.tensor:
-    """Like `gluon_peer_memory.take`. If a unit has two elements, each is the lower half of a 64-bit word."""
+    """Like `gluon_peer_memory.take`. Each element of a unit with two elements is the lower half of a 64-bit word."""
     indices, has_wide_words = slots.handle.data[:, 0], like.handle.data.shape[1] == 2
     sources, taken_units = _map_slots(region, indices), np.flatnonzero(indices >= 0)
     deadline = time.monotonic() + TIMEOUT_S
@@ -93,7 +93,7 @@ def take(like: tl.tensor, region: tl.tensor, slots: tl.tensor) -> tl.tensor:
 
 
 def _map_slots(region: tl.tensor, indices: np.ndarray) -> np.ndarray:
-    """Return the words of all slots up to the largest of `indices`: [slots, 4]."""
+    """Return the words of all slots up to the largest index: [slots, 4]."""
     num_words = 4 * (int(indices.max()) + 1)
     return np.frombuffer((ctypes.c_uint32 * num_words).from_address(int(region.handle.data.item())), np.uint32).reshape(
         -1, 4
@@ -101,7 +101,6 @@ def _map_slots(region: tl.tensor, indices: np.ndarray) -> np.ndarray:
 
 
 def interpret_kernels() -> None:
-    """Replace the Gluon kernels of this process by interpreted kernels."""
     change_interpreter()
     gluon_language = TritonForGluon()
     interpreted: dict[str, object] = {"put": put, "take": take, "gl": gluon_language, "tl": tl}
@@ -119,7 +118,6 @@ def interpret_kernels() -> None:
 
 
 def open_interpreted_collectives(directory: Path, policy: LaunchPolicy) -> PeerCollectives:
-    """Make collectives of all ranks. Their receive buffers are files in `directory`, which all ranks map."""
     group = dist.group.WORLD
     size, rank = group.size(), group.rank()
     num_bytes = count_buffer_bytes(size, policy.region_bytes)
@@ -141,7 +139,6 @@ def open_interpreted_collectives(directory: Path, policy: LaunchPolicy) -> PeerC
 
 @contextmanager
 def open_interpreted_communicator(directory: Path, policy: LaunchPolicy) -> Iterator[Communicator]:
-    """Open a communicator of all ranks that uses the interpreted kernels."""
     communicator = Communicator(dist.group.WORLD, torch.device("cpu"))
     collective._open_collectives[dist.group.WORLD.group_name] = open_interpreted_collectives(directory, policy)
     yield communicator
@@ -149,7 +146,6 @@ def open_interpreted_communicator(directory: Path, policy: LaunchPolicy) -> Iter
 
 
 def check_interpreted(device: torch.device, directory: Path, dtypes: tuple[torch.dtype, ...]) -> None:
-    """Check all paths of the kernels: few and many rows, whole and partial units, one and two programs."""
     torch.set_grad_enabled(False)
     interpret_kernels()
     random.seed(dist.get_rank())

@@ -1,4 +1,4 @@
-"""Changes of Triton 3.6's interpreter that several processes apply: a fix for numpy 2.4, and less repeated work."""
+"""Patches Triton 3.6's interpreter to support numpy 2.4 and to skip repeated work. Results stay the same."""
 
 import dataclasses
 import functools
@@ -9,7 +9,6 @@ from triton.runtime import interpreter
 
 
 def change_interpreter() -> None:
-    """Fix the interpreter of this process for numpy 2.4, and skip work that it repeats. No result changes."""
     _fix_for_numpy_2_4()
     _patch_language_once()
     _cache_types_and_shapes()
@@ -17,7 +16,7 @@ def change_interpreter() -> None:
 
 
 def _fix_for_numpy_2_4() -> None:
-    """Replace a conversion that numpy 2.4 rejects: https://github.com/triton-lang/triton/issues/9171 (fixed later)."""
+    """Replace a conversion that numpy 2.4 rejects: https://github.com/triton-lang/triton/issues/9171."""
     patch_tensor = interpreter._patch_lang_tensor
 
     def patch_tensor_and_index(tensor, scope) -> None:
@@ -28,7 +27,6 @@ def _fix_for_numpy_2_4() -> None:
 
 
 def _patch_language_once() -> None:
-    """Replace the functions of Triton's modules once, not in each call of a device function as the interpreter does."""
     patch = interpreter._patch_lang
     patched_uses: set[tuple[bool, bool]] = set()
 
@@ -36,7 +34,7 @@ def _patch_language_once() -> None:
         values = kernel.__globals__.values()
         used = any(value is tl for value in values), any(value is tl.core for value in values)
         if used not in patched_uses:
-            # Drop the returned scope: it would restore the original functions. The next call needs the replacements.
+            # The next call needs the patched functions. The returned scope would restore the original functions.
             patch(kernel)
             patched_uses.add(used)
         return interpreter._LangPatchScope()
@@ -45,7 +43,6 @@ def _patch_language_once() -> None:
 
 
 def _cache_types_and_shapes() -> None:
-    """Cache the numpy dtype of each Triton dtype, and the constants that describe each tensor shape."""
     find_dtype = interpreter._get_np_dtype
     find_scalar_dtype = functools.cache(find_dtype)
 
@@ -66,7 +63,6 @@ def _cache_types_and_shapes() -> None:
 
 
 def _drop_unused_overflow_checks() -> None:
-    """Skip overflow checks. They compute sums and products again in int64, and the interpreter ignores the result."""
     builder = interpreter.interpreter_builder
     assert not builder.options.debug, "Triton's interpreter now uses the result of its overflow checks"
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)

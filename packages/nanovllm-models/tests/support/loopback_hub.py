@@ -1,5 +1,3 @@
-"""A hub like the Hugging Face Hub, on a loopback address."""
-
 import hashlib
 import json
 import os
@@ -16,8 +14,6 @@ TOKEN = "hf_loopback"
 
 
 class HubHandler(BaseHTTPRequestHandler):
-    """The part of the hub's HTTP interface that a download uses; see `LoopbackHub`."""
-
     @property
     def _hub(self) -> "LoopbackHub":
         return cast(LoopbackHub, self.server)
@@ -76,10 +72,7 @@ class HubHandler(BaseHTTPRequestHandler):
 
 
 class LoopbackHub(ThreadingHTTPServer):
-    """A hub with two repositories that hold the same files: `org/model`, and `org/private`, which needs a token.
-
-    Requests for other repositories fail: `org/gated` needs a licence, `org/refused` gets a 451, and connections for
-    `org/broken` are closed.
+    """Serves the repositories `org/model` and `org/private` on a loopback address. Other requests fail.
 
     requested_files: names of the files that were sent, or that wait until `may_send` is set.
     """
@@ -102,7 +95,7 @@ class LoopbackHub(ThreadingHTTPServer):
 
 @contextmanager
 def run_hub(files: dict[str, bytes], cache: Path) -> Generator[LoopbackHub]:
-    """Run a hub. cache: directory of the client's cache."""
+    """cache: directory of the client's cache."""
     with LoopbackHub(files, cache) as hub:
         thread = Thread(target=hub.serve_forever, kwargs={"poll_interval": 0.02})
         thread.start()

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 import transformers
 
-# The second prompt is longer than CHECKPOINT_INTERVAL, after which recurrent states are saved.
+# The second prompt is longer than CHECKPOINT_INTERVAL.
 PROMPTS = [[5, 17, 3, 88, 41, 2, 60], [(7 * i) % 96 for i in range(80)]]
 COMMON = {
     "vocab_size": 96,
@@ -66,7 +66,6 @@ FAMILIES = {
         },
     ),
 }
-# The fields are those of DeepSeek-V3's config.json; the values differ.
 DEEPSEEK_YARN = {
     "rope_type": "yarn",
     "rope_theta": 500.0,
@@ -82,14 +81,13 @@ DEEPSEEK_YARN = {
 def build_model(
     family: str, fields: dict[str, object], dtype: torch.dtype = torch.float32
 ) -> transformers.PreTrainedModel:
-    """Return a model of `family`. fields: fields of the config that differ from transformers' defaults."""
     name, _ = FAMILIES[family]
     config = getattr(transformers, f"{name}Config")(**fields)
     return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
 def make_model(family: str, **changes: object) -> transformers.PreTrainedModel:
-    """Return a seeded model. Norms and biases are random too, so that tests notice a missing norm or bias."""
+    """Return a seeded model. Tests notice a missing norm or bias, because norms and biases are random."""
     torch.manual_seed(0)
     model = build_model(family, COMMON | FAMILIES[family][1] | changes)
     with torch.no_grad():
@@ -102,7 +100,6 @@ def make_model(family: str, **changes: object) -> transformers.PreTrainedModel:
 def make_checkpoint(
     path: Path, family: str, max_shard_size: str = "1GB", **changes: object
 ) -> transformers.PreTrainedModel:
-    """Write `make_model` into the directory `path` with transformers, and return the model."""
     model = make_model(family, **changes)
     model.save_pretrained(path, max_shard_size=max_shard_size)
     return model

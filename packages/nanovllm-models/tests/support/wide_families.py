@@ -1,7 +1,4 @@
-"""Models with two layers of published widths, fewer experts than published models and a smaller vocabulary.
-
-In each layer, every part has a similar influence on the logits. `REDUCED` has widths for a CPU.
-"""
+"""Random models with two layers of published or reduced widths, fewer experts and a smaller vocabulary."""
 
 import math
 
@@ -36,7 +33,7 @@ YARN_ROPE = {
     "mscale_all_dim": 1.0,
     "original_max_position_embeddings": 4096,
 }
-# Published fields of config.json, except the numbers of layers and experts.
+# Published fields of config.json, except the numbers of experts and the numbers and kinds of layers.
 PUBLISHED: dict[str, dict[str, object]] = {
     # meta-llama/Llama-3.1-8B
     "llama": {
@@ -48,7 +45,7 @@ PUBLISHED: dict[str, dict[str, object]] = {
         "rms_norm_eps": 1e-5,
         "rope_parameters": LLAMA3_ROPE,
     },
-    # Qwen/Qwen3-Next-80B-A3B: a layer with Gated DeltaNet, then a layer with gated attention.
+    # Qwen/Qwen3-Next-80B-A3B
     "qwen3_next": {
         "hidden_size": 2048,
         "intermediate_size": 5120,
@@ -84,7 +81,7 @@ PUBLISHED: dict[str, dict[str, object]] = {
         "rms_norm_eps": 1e-6,
         "rope_parameters": {"rope_type": "default", "rope_theta": 5_000_000.0, "partial_rotary_factor": 0.5},
     },
-    # deepseek-ai/DeepSeek-R1: a dense layer, then a layer with experts in the published number of groups.
+    # deepseek-ai/DeepSeek-R1
     "deepseek_v3": {
         "hidden_size": 7168,
         "intermediate_size": 18432,
@@ -145,27 +142,22 @@ REDUCED: dict[str, dict[str, object]] = {
         "rope_parameters": YARN_ROPE | {"factor": 4.0, "original_max_position_embeddings": 256},
     },
 }
-# Gains of weights, by the end of their names (default: 1). A weight with n inputs has the standard deviation
-# gain / sqrt(n). With these gains, a query attends to about 1 token in 50, and a layer's output has about half the
-# norm of the embedding.
+# Gains by the end of a weight's name. A weight with n inputs has the standard deviation gain / sqrt(n).
+# With these gains, all parts of a layer have a similar influence on the logits.
 GAINS: dict[str, dict[str, float]] = {
     "llama": {"q_proj.weight": 2.0, "o_proj.weight": 2.0},
     "qwen3_next": {"self_attn.o_proj.weight": 4.0},
     "minimax_m2": {"o_proj.weight": 2.0},
     "deepseek_v3": {"o_proj.weight": 2.0, "experts.down_proj": 0.5},
 }
-# An expert's weight is the sum of a common part and its own part. OWN_SHARE is the own part's share of the standard
-# deviation. With independent experts, a rounding that changes the chosen expert would be the largest error by far.
+# Experts have similar weights, because a rounding may change the chosen expert.
 OWN_SHARE = 0.4
 LOGIT_STD = 2.0
 NUM_SUCCESSORS = 2
-# Lead of a token's likely next tokens (successors), in standard deviations of the logits, if the final hidden state is
-# the token's embedding.
 SUCCESSOR_LEAD = 12.0
 
 
 def make_wide_model(family: str, *, reduced: bool, device: str, dtype: torch.dtype) -> PreTrainedModel:
-    """Return a seeded model of `family` with two layers. reduced: widths of `REDUCED` instead of published widths."""
     fields = COMMON | PUBLISHED[family] | (REDUCED[family] if reduced else {})
     with torch.device(device):
         model = build_model(family, fields, dtype)
@@ -181,11 +173,10 @@ def make_wide_model(family: str, *, reduced: bool, device: str, dtype: torch.dty
 
 
 def _draw_weight(name: str, weight: Tensor, gains: dict[str, float]) -> None:
-    """Draw one weight; rotary frequencies do not change."""
     if "rotary_emb" in name:
         return
     if name.endswith("A_log"):
-        # Each token scales the state by 0.3 to 0.99. transformers' initial weights would erase it within a few tokens.
+        # The initial weights of transformers would erase the state within a few tokens.
         weight.uniform_(-5, 0)
     elif name.endswith("e_score_correction_bias"):
         weight.normal_(0, 0.1)
@@ -205,10 +196,7 @@ def _draw_weight(name: str, weight: Tensor, gains: dict[str, float]) -> None:
 
 
 def _draw_head(head: Tensor, embedding: Tensor) -> None:
-    """Draw a head that gives each token two likely successors; the layers decide between the two.
-
-    Without successors, the two largest logits are so close that rounding to bfloat16 swaps them every few dozen tokens.
-    """
+    """Give each token two likely successors. Otherwise rounding to bfloat16 would often swap the two largest logits."""
     vocab_size, hidden_size = head.shape
     head.normal_(0, LOGIT_STD / math.sqrt(hidden_size))
     for _ in range(NUM_SUCCESSORS):

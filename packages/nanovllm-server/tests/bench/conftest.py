@@ -1,5 +1,3 @@
-"""A model directory without weights, for benchmarks of the engine."""
-
 import json
 
 import pytest

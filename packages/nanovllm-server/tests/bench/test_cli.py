@@ -1,5 +1,3 @@
-"""Flags of `nanovllm-bench`: defaults, parsing and errors."""
-
 import subprocess
 import sys
 

@@ -11,7 +11,7 @@ import pytest
 
 from nanovllm_server.bench import bench_cli
 
-# A stand-in for vLLM. It logs to stdout, as vLLM does, and records all arguments in a file.
+# A stand-in for vLLM that records all arguments in a file. Like vLLM, the stand-in logs to stdout.
 FAKE_VLLM = """
 import json, os, sys, time
 from types import SimpleNamespace
@@ -42,7 +42,6 @@ class LLM:
         return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=[0] * params.max_tokens)])
                 for params in sampling_params]
 """
-# Turns the tiny model into a Qwen3-Next model with one head for multi-token prediction.
 TINY_QWEN3_NEXT_CHANGES = {
     "architectures": ["Qwen3NextForCausalLM"],
     "model_type": "qwen3_next",
@@ -61,7 +60,7 @@ TINY_QWEN3_NEXT_CHANGES = {
 
 
 def is_gone(pid: int) -> bool:
-    """Whether a process has ended; a zombie counts as ended."""
+    """A zombie counts as gone."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -71,8 +70,6 @@ def is_gone(pid: int) -> bool:
 
 @pytest.fixture
 def run_bench(tmp_path, config_only_model):
-    """Runs a command on the tiny model. Returns its exit status and its JSON."""
-
     def run(command: str, *arguments: str):
         result = tmp_path / "result.json"
         fixed_flags = ["--load-format", "dummy", "--device", "cpu", "--cpu-cache-gib", "0.05", "--json", str(result)]
@@ -84,7 +81,6 @@ def run_bench(tmp_path, config_only_model):
 
 @pytest.fixture
 def fake_vllm(tmp_path):
-    """Flags for a peer with `FAKE_VLLM`, and a function that reads the recorded arguments."""
     (tmp_path / "vllm.py").write_text(FAKE_VLLM)
     record_file = tmp_path / "record"
     flags = ["--peer", "vllm", "--peer-env", f"PYTHONPATH={tmp_path}", "--peer-env", f"RECORD={record_file}"]
@@ -113,7 +109,7 @@ def test_acceptance_length_is_measured(run_bench, capsys):
     status, result = run_bench("latency", *flags, "--num-speculative-tokens", "3", "--acceptance-length", "4")
     assert status == 0
     (run,) = result["cases"][0]["nanovllm"]["runs"]
-    # Each step accepts all 3 drafts, but the last steps of a request have fewer drafts.
+    # The last steps of a request have fewer drafts.
     assert 3 < run["acceptance_length"] <= 4
     assert "tokens per step with drafts" in capsys.readouterr().out
 
@@ -127,7 +123,6 @@ def test_trace_flag_writes_every_step(run_bench, tmp_path, capsys):
     assert bench_cli.main(["trace", str(trace_file), "--json", str(figures_file)]) == 0
     figures = json.loads(figures_file.read_bytes())
     steps = {track["track"]: track["steps"] for track in figures["tracks"]}
-    # The warm-up launches 4 steps, the run for the first token 1, and the measured run 6.
     assert set(steps) == {"host", "plan", "launch", "output"}
     assert steps["launch"] == steps["output"] == steps["host"] == 11
     # On a CPU, the engine records no device times.
@@ -143,7 +138,7 @@ def test_unwritable_trace_file_is_refused(run_bench, tmp_path, capsys):
 
 
 def test_latency_has_one_case_per_batch(run_bench):
-    # Answers are long: the measured run must take longer than the separate run for `first`, even on a busy machine.
+    # The answers are long: the measured run must take longer than the separate run that measures `first`.
     status, result = run_bench(
         "latency", "--batch", "1", "3", "--input-len", "5", "--output-len", "60", "--repeat", "1"
     )
@@ -177,7 +172,6 @@ def test_transformers_does_the_same_work(run_bench, capsys):
 
 
 def test_batches_of_a_peer_are_timed_as_one():
-    """Each of two batches takes 1 s until its first tokens. The sum is 2 s."""
     from nanovllm_server.bench.offline.peers import run
 
     times = iter([(0.0, 0.0), (0.0, 0.0), (1.0, 4.0), (1.0, 2.0)])
@@ -296,7 +290,6 @@ def test_peer_that_ends_early_is_a_failure(run_bench, fake_vllm, tmp_path, capsy
 
 
 def test_child_processes_of_a_failed_peer_are_killed(run_bench, fake_vllm, tmp_path, capsys):
-    # The forked process keeps the peer's output open: the benchmark's read ends only if this process is killed.
     fork_and_fail = (
         "import time\npid = os.fork()\nif not pid: time.sleep(600)\nrecord(pid=pid)\nraise RuntimeError('no GPU')\n"
     )

@@ -1,5 +1,3 @@
-"""`nanovllm-bench conversations` over a real socket."""
-
 import asyncio
 import json
 import math
@@ -47,7 +45,7 @@ def parse_options(*arguments: str) -> CaseOptions[ConversationSizes]:
 
 @pytest.fixture
 def cached_prompts(engine, monkeypatch) -> deque[list[int]]:
-    """Makes the engine cache all prompts. Returns the cached prompts."""
+    """Makes the engine cache all prompts."""
     engine.endless, engine.delay = True, 0.0005
     cached_prompts: deque[list[int]] = deque()
 
@@ -68,7 +66,6 @@ def options(url, cached_prompts) -> CaseOptions[ConversationSizes]:
 
 @pytest.fixture
 def sent_prompts(monkeypatch) -> list[list[Message]]:
-    """The prompts that the benchmark has sent, in order."""
     sent_prompts: list[list[Message]] = []
     send = CaseClient.send
 
@@ -103,7 +100,7 @@ async def test_each_case_reports_its_figures(options):
 
 async def test_returning_turns_append_an_answer_and_a_message(options, sent_prompts):
     await measure(replace(options, cases=("burst",)))
-    # Two turns of the warm-up, then all first turns, then all returning turns.
+    # The first two prompts belong to the warm-up.
     first, returning = sent_prompts[2:7], sent_prompts[7:12]
     for prompt, next_prompt in zip(first, returning, strict=True):
         assert [message["role"] for message in next_prompt] == ["user", "assistant", "user"]

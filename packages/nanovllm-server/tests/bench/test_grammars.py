@@ -1,5 +1,3 @@
-"""`nanovllm-bench grammars` over a real socket."""
-
 import json
 from dataclasses import replace
 
@@ -40,7 +38,6 @@ async def test_each_mix_sends_its_streams(options, engine):
         assert 0 < result.ratio_p50 < 100
     requests = [request.sampling for request in engine.requests]
     assert sum(sampling.grammar is None for sampling in requests) == 1 + 2 * (4 + 2 + 2)
-    # All constrained streams share one schema; each compiling request has its own.
     assert len({spec.source for spec in engine.compiled}) == 1 + with_compiling.compiled
 
 

@@ -1,5 +1,3 @@
-"""`nanovllm-bench interference` over a real socket."""
-
 import asyncio
 import json
 import math
@@ -96,7 +94,7 @@ async def test_short_requests_arrive_while_the_long_prompt_is_computed(options, 
     engine.delay = 0.1
     await measure(replace(options, cases=("short-beside-long",), settings=replace(options.settings, repeat=1)))
     is_long = [request.num_prompt_tokens > 180 for request in engine.requests]
-    # Three requests measure token costs. Then: long warm-up, long alone, short warm-up, long request, 3 short requests.
+    # Three requests measure token costs. The last four are the long request and the short requests beside it.
     assert is_long[3:] == [True, True, False, True, False, False, False]
 
 

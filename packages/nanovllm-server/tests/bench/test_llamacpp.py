@@ -8,7 +8,7 @@ import pytest
 
 from nanovllm_server.bench import bench_cli
 
-# A stand-in for llama-cpp-python that records all arguments in a file. The likeliest token after t is t + 1.
+# A stand-in for llama-cpp-python. The likeliest token after t is t + 1.
 FAKE_LLAMA_CPP = """
 import ctypes, json, os
 from types import SimpleNamespace
@@ -87,7 +87,7 @@ def llama_sampler_sample(chain, context, row):
 
 @pytest.fixture
 def random_weights(monkeypatch):
-    """Loads models with random weights although the command line says `--load-format auto`."""
+    """Makes `load` draw random weights, because `--peer llamacpp` refuses `--load-format dummy`."""
     import nanovllm_models
 
     load = nanovllm_models.load
@@ -98,7 +98,6 @@ def random_weights(monkeypatch):
 
 @pytest.fixture
 def run_bench(tmp_path, monkeypatch, config_only_model, random_weights):
-    """Runs a command on the tiny model and the stand-in. Returns its status, its JSON, and the stand-in's records."""
     monkeypatch.setenv("NANOVLLM_CACHE", str(tmp_path / "cache"))
     (tmp_path / "llama_cpp.py").write_text(FAKE_LLAMA_CPP)
     (tmp_path / "tiny.gguf").write_bytes(b"GGUF")
@@ -128,7 +127,6 @@ def test_llama_cpp_decodes_all_requests_in_one_batch(run_bench, capsys):
     (context,) = [record["context"] for record in records if "context" in record]
     assert context.pop("n_threads") == context.pop("n_threads_batch") == result["environment"]["threads"]
     assert context == {"n_seq_max": 3, "n_outputs_max": 3, "n_ctx": 3 * 256, "n_batch": 15}
-    # The warm-up decodes 4 tokens per request, the run 6. Each call decodes one token of every request.
     decoded = [record for record in records if "tokens" in record]
     assert len(decoded) == 4 + 6
     prompts, *steps = decoded[4:]
@@ -148,7 +146,7 @@ def test_llama_cpp_ends_each_request_at_its_length(run_bench):
     workload = ("--num-requests", "5", "--input-len", "3..9", "--output-len", "2..9", "--max-num-seqs", "2")
     status, result, records = run_bench("throughput", *workload, "--temperature", "0.5")
     assert status == 0
-    # Each token has a row of logits. The warm-up adds up to 4 tokens per request.
+    # The warm-up adds up to 4 tokens per request.
     num_logit_rows = sum(len(record["logit_rows"]) for record in records if "tokens" in record)
     (case,) = result["cases"]
     assert case["output_tokens"] < num_logit_rows <= case["output_tokens"] + 5 * 4

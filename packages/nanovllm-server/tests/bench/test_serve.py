@@ -34,8 +34,6 @@ def options(url) -> ServeOptions:
 
 @asynccontextmanager
 async def serve_answer(answer: bytes):
-    """A server that always sends the same bytes; yields its endpoint."""
-
     async def handle(reader, writer):
         await reader.readuntil(b"\r\n\r\n")
         writer.write(answer)
@@ -103,7 +101,7 @@ async def test_concurrency_limits_simultaneous_requests(options, engine):
 async def test_requests_are_sent_at_the_given_rate(options, engine):
     engine.endless = True
     _, (at_once, spread_out) = await serve.measure(replace(options, rates=[None, 20.0]))
-    # The six requests have five gaps of 50 ms on average. The random gaps are the same in every run.
+    # The random gaps between requests are the same in every run.
     assert spread_out.seconds > 0.1
     assert spread_out.seconds > 2 * at_once.seconds
 
@@ -123,7 +121,6 @@ async def test_drafts_are_counted_and_shown(options, engine):
     assert "accepted drafts" not in serve._rate_table(results)[0]
     engine.num_drafts = (6, 4)
     _, (result,) = await serve.measure(replace(options, repeat=2))
-    # 6 answers of 8 tokens. In each answer, 6 tokens come from drafts and 2 do not.
     assert (result.accepted_drafts, result.rejected_drafts, result.tokens_per_step) == (36, 24, 4)
     header, row = serve._rate_table([result])
     assert header[-3:] == ["accepted drafts", "rejected", "tokens/step"]

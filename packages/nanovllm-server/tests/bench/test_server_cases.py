@@ -1,5 +1,3 @@
-"""The texts and the client of commands that measure cases on several servers."""
-
 import pytest
 
 from nanovllm_server.bench.client import parse_base_url

@@ -117,7 +117,6 @@ def test_each_warm_up_phase_ends_after_flat_memory():
         assert warm_up.phase is Phase.FILL
     phases = list[Phase]()
     for now in range(50, 90):
-        # Process 3 lives only in one sample.
         warm_up.add_sample(now, {1: 150 * MIB, 2: 100 * MIB, **({3: now} if now == 55 else {})})
         phases.append(warm_up.phase)
     assert phases.count(Phase.SETTLE) >= 10

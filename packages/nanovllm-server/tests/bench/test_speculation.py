@@ -62,7 +62,6 @@ async def test_difference_has_its_position_and_margin(pair_runner):
     changed_difference, shorter_difference = await pair_runner.find_differences(PROMPT, [pair, changed, shorter])
     assert (changed_difference.round_index, changed_difference.position) == (1, 3)
     assert (changed_difference.token_without_drafts, changed_difference.token_with_drafts) == (tokens[3], other_token)
-    # The engine without drafts chose the likeliest token, so a known margin is positive.
     assert changed_difference.margin is None or changed_difference.margin > 0
     assert shorter_difference == Difference(2, 5, tokens[5], None, None)
 
@@ -73,7 +72,6 @@ async def test_prompt_that_does_not_fit_is_refused(pair_runner):
 
 
 def make_runs(*drafted_seconds: float, differences: tuple[Difference, ...] = ()) -> PromptRuns:
-    """Makes one pair of runs of 11 tokens per item of `drafted_seconds`. Runs without drafts take 1 s."""
     tokens = tuple(range(11))
     plain = TimedRun(tokens, 1.0, 10, 0, 0)
     pairs = [RunPair(plain, TimedRun(tokens, seconds, 10, 4, 1)) for seconds in drafted_seconds]

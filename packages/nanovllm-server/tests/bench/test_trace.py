@@ -1,5 +1,3 @@
-"""`nanovllm-bench trace`: figures from traces, and errors for other files."""
-
 import json
 
 import pytest
@@ -36,7 +34,7 @@ def run_trace(tmp_path, path, *flags: str):
 
 @pytest.fixture
 def trace(tmp_path):
-    """A trace of steps of 1,000 us on the device. The device idles 2 us between steps, and 100 us before the last."""
+    """All times are in microseconds."""
     lines: list[str] = []
     begin = 0.0
     for step in range(5):

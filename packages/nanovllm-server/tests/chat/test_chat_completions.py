@@ -1,5 +1,3 @@
-"""Chat completions, streamed and complete."""
-
 import json
 from types import SimpleNamespace
 
@@ -9,7 +7,6 @@ from nanovllm_server.protocol.response import Clock
 
 
 def parse_events(data: bytes) -> list[dict]:
-    """The JSON of each event; also checks the format of the stream."""
     assert data.endswith(b"data: [DONE]\n\n")
     lines = [line for line in data.decode().split("\n\n") if line and not line.startswith(":")]
     return [json.loads(line.split("data: ", 1)[1]) for line in lines[:-1]]
@@ -99,7 +96,6 @@ async def test_tokens_that_are_ready_together_are_one_chunk(post, engine):
 
 
 def join_chunks(chunks, index=0):
-    """Joins the chunks of one choice into the form of a complete answer."""
     choices = [chunk["choices"][0] for chunk in chunks if chunk["choices"] and chunk["choices"][0]["index"] == index]
     entries = [entry for choice in choices if choice["logprobs"] for entry in choice["logprobs"]["content"]]
     return {

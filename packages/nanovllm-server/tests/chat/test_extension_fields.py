@@ -14,7 +14,7 @@ def parse_events(data: bytes) -> list[dict]:
 
 
 async def post_complete_and_streamed(post, **fields):
-    """Checks that a stream equals the complete answer. Returns the complete answer, and the chunks of the stream."""
+    """Checks that the stream equals the complete answer."""
     whole = await (await post(**fields)).get_json()
     chunks = parse_events(await (await post(**fields, stream=True)).get_data())
     streamed = []
@@ -156,7 +156,6 @@ async def test_tokens_of_logprobs_may_be_named_by_id(post, fields):
     for choice, other in zip(by_text["choices"], by_id["choices"], strict=True):
         for entry, other_entry in zip(entries(choice), entries(other), strict=True):
             assert other_entry["token"].startswith("token_id:")
-            # The field does not change the bytes. The token that ends the sequence has no bytes.
             assert other_entry["bytes"] == entry["bytes"]
             if entry["bytes"] and entry["bytes"][0] < 128:
                 assert other_entry["token"] == f"token_id:{entry['bytes'][0]}"
@@ -179,7 +178,7 @@ async def test_every_chunk_has_the_usage_so_far_on_request(post, engine, burst, 
     for chunk in chunks:
         usage = chunk["usage"]
         num_characters += sum(len(choice["delta"].get("content") or "") for choice in chunk["choices"])
-        # Each character is a token. The usage may already count tokens of later chunks.
+        # The usage may already count tokens of later chunks.
         assert usage["completion_tokens"] >= max(num_characters, previous_count)
         previous_count = usage["completion_tokens"]
         assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]

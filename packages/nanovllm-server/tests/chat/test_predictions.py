@@ -50,7 +50,7 @@ async def test_prediction_and_any_other_option_may_be_combined(post, speculating
 async def test_prediction_longer_than_the_context_is_refused(post, speculating_engine, service):
     max_tokens = speculating_engine.info.max_model_len
     assert (await post(prediction=prediction("a" * max_tokens))).status_code == 200
-    # The server refuses the second text before encoding, so the error has only a lower bound of the length.
+    # The server refuses the second text without encoding: the error has only a lower bound of the length.
     for num_characters, length in ((max_tokens + 1, str(max_tokens + 1)), (50_000, "at least")):
         response = await post(prediction=prediction("a" * num_characters))
         error = await check_refusal(response, 400, "prediction.content")

@@ -1,5 +1,3 @@
-"""The field `prompt_logprobs` of complete answers."""
-
 import math
 
 import numpy as np
@@ -22,7 +20,7 @@ async def test_each_prompt_token_but_the_first_has_its_likeliest_tokens(post, en
         own_id = str(ord(character))
         assert next(iter(entry)) == own_id
         assert entry[own_id] == {"logprob": -1.5, "rank": 2, "decoded_token": character}
-        # The token has rank 2, and is one of the likeliest tokens if `top` is at least 2.
+        # With `top` 1, the entry has the likeliest token and the prompt's own token.
         assert len(entry) == max(top, 2 if top else 1)
         if top:
             likeliest_id = str(ord(character) + 1)
@@ -46,7 +44,6 @@ async def test_invalid_prompt_logprobs_error_says_what_to_do(post):
 
 
 def test_minus_infinity_is_replaced(vocabulary):
-    """The second prompt token has the log-probability minus infinity, and holds half a character."""
     columns = np.float32([-math.inf]), np.int32([320]), np.int32([[258]]), np.float32([[0.0]])
     prompt_logprobs = PromptLogprobs(1, *(column.tobytes() for column in columns))
     first, entry = orjson.loads(orjson.dumps(serialize_prompt_logprobs(vocabulary, (258, 0xC3), prompt_logprobs)))

@@ -17,11 +17,10 @@ from nanovllm_server.protocol.messages import Message, PastToolCall
 
 pytestmark = pytest.mark.slow
 
-# Each template has its own licence: the tests download this package instead of copying the templates.
+# The templates have different licences, so the tests download a package instead of copying the templates.
 PACKAGE = "xinference==4.1.0"
 
-# Prompts of these models lack earlier calls: the first template of DeepSeek-R1 writes calls only if content is null,
-# but the renderer replaces null by "".
+# Templates of these models write calls only if content is null, but the renderer replaces null by "".
 NO_HISTORY = {"deepseek-r1", "deepseek-r1-distill-llama"}
 # By model: reasoning format, tool call format, whether prompts begin reasoning, whether prompts show tools.
 MODELS = {
@@ -94,7 +93,7 @@ async def test_rendered_earlier_call_is_readable_by_the_parser(model, tokenizer_
     num_shared_characters = sum(
         1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first_prompt, later_prompt, strict=False))
     )
-    # If the shared text ends in the bracket of a tag, give this bracket to the parser.
+    # A shared "<" begins a tag that the parser must see.
     num_shared_characters -= first_prompt[:num_shared_characters].endswith("<")
     parser = model_format.make_parser(first_prompt[:num_shared_characters], {"get_weather": SCHEMA})
     events = parser.push(later_prompt[num_shared_characters:]) + parser.finish()

@@ -1,5 +1,3 @@
-"""Reasoning and tool calls over HTTP: inputs of the template, and answers, streamed and complete."""
-
 import json
 from dataclasses import replace
 
@@ -45,8 +43,6 @@ ANSWERS = {
 
 @pytest.fixture
 def set_reply(engine, service, vocabulary):
-    """Sets the model's format and its answer."""
-
     def set_reply(form, reply):
         service.model_format = ModelFormat(form, vocabulary)
         engine.reply = [*reply.encode()]
@@ -62,8 +58,6 @@ async def sdk(url):
 
 @pytest.fixture
 def post_chat(post):
-    """Posts a request; returns the choice without the ids of calls, and the usage."""
-
     async def post_chat(**fields):
         response = await post(**{"tools": TOOLS, **fields})
         assert response.status_code == 200, await response.get_data()
@@ -92,7 +86,6 @@ def parse_chunks(data):
 
 
 def join_chunks(chunks):
-    """Joins the deltas of a stream into the form of a complete answer."""
     choices = [chunk["choices"][0] for chunk in chunks if chunk["choices"]]
     entries = [entry for choice in choices if choice["logprobs"] for entry in choice["logprobs"]["content"]]
     message = {"refusal": None, **choices[0]["delta"]}
@@ -171,7 +164,7 @@ async def test_official_client_joins_a_stream_to_the_complete_answer(sdk, set_re
         calls = [
             (call["function"]["name"], call["function"]["arguments"]) for call in message.pop("tool_calls", None) or []
         ]
-        # Compare only fields that the server sends: the SDK's stream helper adds others.
+        # The SDK's stream helper adds fields that the server does not send.
         sent = ("role", "content", "refusal", "reasoning", "reasoning_content")
         return {name: message[name] for name in sent if name in message}, calls
 
@@ -190,7 +183,6 @@ async def test_reasoning_and_content_are_separate_fields(post_chat, set_reply):
         "reasoning_content": "Hm.",
     }
     assert choice["finish_reason"] == "stop"
-    # Reasoning tokens include the end tag. Each character is a token.
     assert usage["completion_tokens_details"]["reasoning_tokens"] == len("<think>\nHm.\n</think>")
     assert usage["completion_tokens"] == len("<think>\nHm.\n</think>\n\nHello.") + 1
 
@@ -244,7 +236,6 @@ async def test_call_that_is_cut_off_has_finish_reason_length(post_chat, set_repl
     whole, _ = await post_chat(max_tokens=CALL.index("Pa"))
     assert whole["message"]["tool_calls"] == [make_call(arguments='{"city": "')]
     assert whole["finish_reason"] == "length"
-    # A model that ends a call early gives the same answer as max_tokens.
     set_reply(QWEN, CALL[: CALL.index("Pa")])
     ended, _ = await post_chat()
     assert ended == whole
@@ -262,7 +253,6 @@ async def test_only_one_call_is_returned_if_calls_may_not_be_parallel(post_chat,
     choice, usage = await post_chat(parallel_tool_calls=False)
     assert choice["message"]["tool_calls"] == [make_call()]
     assert choice["finish_reason"] == "tool_calls"
-    # The engine stops before it generates the second call.
     assert usage["completion_tokens"] < len(CALL)
     assert len(engine.aborted) == 1
 
@@ -312,7 +302,6 @@ async def test_undecided_text_is_held_back(post, set_reply, engine):
 
 
 async def test_special_tokens_that_are_tags_are_read(post_chat, engine, set_reply, service):
-    # A tag may be one special token. Other special tokens are left out of the text.
     set_reply(ChatFormat(None, LLAMA), '{"name": "other", "parameters": {}}')
     tagged_format = replace(LLAMA, begin="<|start|>")
     service.model_format = ModelFormat(ChatFormat(None, tagged_format), service.vocabulary)

@@ -18,8 +18,6 @@ CONVERSATION = (Message(role="developer", content="be brief"), Message(role="use
 
 
 class TemplateTokenizer:
-    """A tokenizer whose tokens are characters and whose template is a function."""
-
     def __init__(self, template):
         self._template = template
 
@@ -65,8 +63,6 @@ CONVERSATION_WITH_CALLS = (
 
 
 class CallTokenizer(TemplateTokenizer):
-    """A tokenizer whose template also writes calls, and fails for unsupported arguments."""
-
     def __init__(self, write_call):
         self._write_call = write_call
 

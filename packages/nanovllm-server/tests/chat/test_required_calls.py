@@ -1,4 +1,4 @@
-"""Required calls that are cut off: their markup is never content, neither in a complete answer nor in a stream."""
+"""Required calls that are cut off. The markup of a required call is never content."""
 
 import json
 
@@ -15,7 +15,6 @@ FORMATS = [HERMES, QWEN3_CODER, MINIMAX_M2, DEEPSEEK_R1, LLAMA]
 
 
 def join_stream(data):
-    """Joins a stream. Returns (content, arguments of the call, finish_reason)."""
     content, arguments, finish_reason = None, None, None
     for line in data.decode().split("\n\n"):
         if not line.startswith("data: {"):

@@ -12,7 +12,7 @@ STOPS = st.lists(st.text(alphabet=st.sampled_from("ab😀"), min_size=1, max_siz
 
 
 def first_stop(text, stops):
-    """Finds the stop string that ends first, by brute force. Returns (position, stop string); None if there is none."""
+    """Returns the position and the text of the stop string that ends first."""
     for end in range(len(text) + 1):
         for stop in sorted(stops, key=len, reverse=True):
             if text[:end].endswith(stop):
@@ -27,7 +27,6 @@ def test_stop_strings_are_found_in_any_pieces(text, stops, cuts):
     returned_text = ""
     for start, end in itertools.pairwise(bounds):
         returned_text += matcher.push(text[start:end])
-        # Returned text can't be taken back, so this text must end before the first stop string.
         assert text.startswith(returned_text)
         if matcher.matched_stop:
             break

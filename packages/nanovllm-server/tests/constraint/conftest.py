@@ -21,14 +21,12 @@ from nanovllm_server.protocol.answer import parse_answer_rule
 from nanovllm_server.protocol.field_reader import FieldReader
 from nanovllm_server.protocol.tools import parse_tools
 
-END_ID = 2  # Id of the token that ends an answer.
+END_ID = 2
 MAX_ANSWER_TOKENS = 400
 
 
 @dataclass
 class DrawnAnswer:
-    """The parts of a random answer, as the parser reads them."""
-
     text: str
     finished: bool
     reasoning: str = ""
@@ -47,7 +45,6 @@ class Walker:
         self.vocabulary = TextVocabulary(self.tokenizer.backend)
         tokens, _ = read_vocabulary(path, (END_ID,))
         self.vocab_size = len(tokens)
-        # Compiled grammars are cached, because different requests often have the same grammar.
         compiler = Compiler(tokens, (END_ID,), self.vocab_size)
         self.compile = functools.cache(lambda spec: _compile(compiler, spec))
         self._closing_tokens = [
@@ -56,10 +53,7 @@ class Walker:
         ]
 
     def draw(self, grammar: Grammar, random: Random, goals: tuple[str, ...] = ()) -> tuple[list[int], bool]:
-        """Returns (random tokens that the grammar allows, whether the answer ended).
-
-        goals: texts that the answer begins to spell at random steps, until the grammar forbids the next token.
-        """
+        """goals: texts that the answer begins to spell at random steps."""
         matcher = grammar.start()
         masks = np.zeros((1, -(-self.vocab_size // 32)), np.int32)
         goal_tokens = [self.tokenizer.encode(goal, add_special_tokens=False).tolist() for goal in goals]
@@ -89,7 +83,7 @@ class Walker:
         allowed_closing_tokens = list(filter(allowed, self._closing_tokens))
         if allowed_closing_tokens and random.random() < 0.5:
             return random.choice(allowed_closing_tokens)
-        # Draw a byte of the mask (eight tokens), then a bit. Listing all allowed tokens would take most of the time.
+        # Listing all allowed tokens is slow: draw a byte of the mask, then a bit of this byte.
         byte = int(random.choice(np.flatnonzero(mask)))
         return byte * 8 + random.choice([bit for bit in range(8) if mask[byte] >> bit & 1])
 
@@ -106,8 +100,6 @@ def walker() -> Walker:
 
 @pytest.fixture
 def draw_answers(walker):
-    """Draws answers to a request, and parses each."""
-
     def draw_answers(form, prompt="", *, count, seed=0, goals=(), **fields):
         model_format = ModelFormat(form, walker.vocabulary)
         body = FieldReader(fields)

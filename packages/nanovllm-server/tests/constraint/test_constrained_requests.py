@@ -1,4 +1,4 @@
-"""Structured outputs, required calls and reasoning budgets over HTTP: the grammars that the engine gets."""
+"""The grammars that HTTP requests give to the engine."""
 
 import asyncio
 import json
@@ -30,8 +30,6 @@ CALL = '<tool_call>\n{"name": "look", "arguments": {"city": "Paris"}}\n</tool_ca
 
 @pytest.fixture
 def set_reply(engine, service, vocabulary):
-    """Sets the model's format and its answer."""
-
     def set_reply(form, reply="ok"):
         service.model_format = ModelFormat(form, vocabulary)
         engine.reply = [*reply.encode()]
@@ -41,8 +39,6 @@ def set_reply(engine, service, vocabulary):
 
 @pytest.fixture
 def send_and_get_grammar(post, engine):
-    """A function that sends a request, and returns the grammar that the engine gets."""
-
     async def send_and_get_grammar(**fields):
         response = await post(**fields)
         assert response.status_code == 200, await response.get_data()
@@ -54,7 +50,6 @@ def send_and_get_grammar(post, engine):
 
 
 def list_elements(spec):
-    """The elements of a structural tag."""
     assert spec.kind == "structural_tag"
     form = json.loads(spec.source)["format"]
     return form["elements"] if form["type"] == "sequence" else [form]
@@ -160,7 +155,6 @@ async def test_answer_with_a_schema_may_be_a_call(send_and_get_grammar, post, se
     fields = {"tools": TOOLS, "response_format": JSON_SCHEMA}
     choice = (await (await post(**fields)).get_json())["choices"][0]
     assert (choice["finish_reason"], len(choice["message"]["tool_calls"])) == ("tool_calls", 1)
-    # An answer that begins with JSON is not a call, even if the JSON contains a call.
     text = json.dumps({"city": CALL})
     set_reply(PLAIN_FORMAT, text)
     choice = (await (await post(**fields)).get_json())["choices"][0]
@@ -205,7 +199,6 @@ async def test_reasoning_budget_reaches_the_engine(post, engine, set_reply, serv
     choice = (await (await post(max_reasoning_tokens=3)).get_json())["choices"][0]
     request = engine.requests[-1]
     assert request.sampling.reasoning_budget == ReasoningBudget(3, (300,))
-    # With a budget, the prompt begins the reasoning.
     assert request.prompt_ids[-10:].tolist() == [*b"hi<think>\n"]
     assert (choice["message"]["reasoning"], choice["message"]["content"]) == ("Hm.", "ok")
     await post(max_reasoning_tokens=2**62, chat_template_kwargs={"opening": "<think>\n"})
@@ -358,7 +351,7 @@ async def test_grammar_that_fails_later_is_a_400_of_its_field(post, engine, serv
         while len(engine.requests) < 2:
             await asyncio.sleep(0.01)
     if stream:
-        # The stream begins with the first token, after `engine.delay`. A failure before that time would be a 400.
+        # The stream begins with the first token, after `engine.delay`. An earlier failure would be a 400.
         await asyncio.sleep(10 * engine.delay)
     engine.refuse_grammar(engine.keys[1], "it takes too long to follow")
     response = await request_task

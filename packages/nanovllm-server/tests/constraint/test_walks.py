@@ -1,4 +1,4 @@
-"""Random answers that grammars allow. In every format, the calls that the parser reads have valid arguments."""
+"""Random answers that a grammar allows have valid calls or match the requested format."""
 
 import json
 import re
@@ -48,7 +48,7 @@ TOOLS = [
 ]
 NAMED_TOOL_CHOICE = {"type": "function", "function": {"name": "look"}}
 SCHEMAS = {"look": ARGUMENTS, "ping": {"type": "object"}, "any": {"type": "object"}}
-# (reasoning format, prompt) by the state of reasoning at the end of the prompt.
+# Keys: the state of the reasoning after the prompt. Values: (reasoning format, prompt).
 PROMPTS = {"no reasoning": (None, ""), "begun": (THINK, "<think>\n"), "free": (THINK, ""), "over": (THINK, "</think>")}
 
 
@@ -57,7 +57,7 @@ def goals(form):
         getattr(form, name) for name in ("begin", "end", "call_begin", "parameter_end") if getattr(form, name, None)
     ]
     if isinstance(form, XmlCalls):
-        # Within a value, a parser might read this tag as the beginning of the next parameter.
+        # A parser might read this tag inside a value as the next parameter.
         tags.append(f"{form.parameter_begin}note{form.key_end}")
     return ("</think>", "</think>", f"\n{tags[-1]}", *tags)
 

@@ -53,7 +53,7 @@ async def test_draining_server_is_a_503(post, client, service):
     ready = await client.get("/ready")
     assert ready.status_code == 503
     assert "shutting down" in (await ready.get_json())["reason"]
-    # Liveness probes succeed. If they failed, an orchestrator would kill the process before the requests have ended.
+    # An orchestrator would kill the process before the requests end if the liveness probes failed.
     for path in ("/health", "/ping"):
         assert (await client.get(path)).status_code == 200
 

@@ -1,5 +1,3 @@
-"""Bodies share a limited memory, and refused bodies take none."""
-
 import asyncio
 import json
 
@@ -22,8 +20,6 @@ def part(data: bytes, *, more: bool = True):
 
 
 class Holder:
-    """A request that holds a share until `release` is set."""
-
     def __init__(self, memory: BodyMemory, num_bytes: int):
         self.release = asyncio.Event()
         self.is_holding = False
@@ -123,7 +119,6 @@ async def test_body_beyond_the_limit_is_dropped():
 
 
 async def test_body_is_not_received_while_it_waits_for_memory(service):
-    """The application receives nothing while the body waits for memory."""
     service.max_body_bytes = service.body_memory_bytes = MIB
     app = create_app(service)
     num_received = 0

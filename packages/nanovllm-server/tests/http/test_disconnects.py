@@ -1,5 +1,3 @@
-"""Hundreds of clients disconnect at random moments, and leave no task, admission or request behind."""
-
 import asyncio
 import json
 import random
@@ -16,7 +14,7 @@ REPLY = (
     b'<think>hm, well</think>Let me see.<tool_call>\n{"name": "f", "arguments": {"x": "0123456789"}}\n</tool_call> so'
 )
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
-# The client disconnects after it received: nothing, the response's head, reasoning, content, a call, the last event.
+# Texts of a streamed response after which a client disconnects. None: after a random delay.
 MOMENTS = (None, b"HTTP/1.1", b'"reasoning"', b'"content":"L', b'"tool_calls"', b"[DONE]")
 
 

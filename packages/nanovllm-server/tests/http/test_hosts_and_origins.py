@@ -1,4 +1,4 @@
-"""The Host header against DNS rebinding, and browser applications of other origins."""
+"""Checks of the headers Host (against DNS rebinding) and Origin."""
 
 import asyncio
 import json
@@ -92,9 +92,7 @@ def test_names_patterns_and_a_star_allow_hosts():
 def test_allowed_hosts_depend_on_flags_and_keys():
     names = parse_settings("--allowed-hosts", "a.example, *.b.example", "--allowed-hosts", "c.example").allowed_hosts
     assert names == ("a.example", "*.b.example", "c.example", "127.0.0.1", socket.gethostname())
-    # Without a key, the only allowed names with dots are those of --host and of the machine.
     assert parse_settings("--host", "gpu.example").allowed_hosts == ("gpu.example", socket.gethostname())
-    # With a key, all hosts are allowed by default, because an attacker's page does not know the key.
     assert "*" in parse_settings("--api-key", "secret").allowed_hosts
     assert "*" not in parse_settings("--api-key", "secret", "--allowed-hosts", "a.example").allowed_hosts
 
@@ -161,7 +159,6 @@ def test_malformed_origin_is_refused(value):
 
 @pytest.fixture
 def browser(service):
-    """A client of an application that allows two origins."""
     service.allowed_origins = (ORIGIN, "http://localhost:5173")
     service.api_keys = ("secret",)
     return create_app(service).test_client()

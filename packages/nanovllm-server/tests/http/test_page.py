@@ -1,4 +1,4 @@
-"""The page and its Content-Security-Policy. test_page_in_browser.py tests its behaviour."""
+"""The HTML and the Content-Security-Policy of the chat page."""
 
 import base64
 import hashlib
@@ -43,7 +43,7 @@ def test_page_loads_nothing_from_elsewhere(page):
     _, text = page
     assert not re.findall(r"@import|url\(", text)
     markup = re.sub(r"<script>.*?</script>", "", text, flags=re.DOTALL)
-    # Browsers load nothing from www.w3.org, whose URLs are only names of namespaces.
+    # URLs of www.w3.org only name namespaces. Browsers do not load them.
     assert not re.findall(r"(?:src|href)=\"(?!data:)|https?://(?!www\.w3\.org/)", markup)
 
 

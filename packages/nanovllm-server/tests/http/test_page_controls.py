@@ -1,5 +1,3 @@
-"""The buttons, the keyboard and screen readers on the chat page, in a real browser."""
-
 import json
 
 import pytest
@@ -16,7 +14,6 @@ def rendered_contents(tokenizer):
 
 
 async def read_focus(tab):
-    """Returns the id, or else the label or text, of the focused element."""
     return await tab.evaluate(
         "((focused) => focused.id || focused.getAttribute('aria-label') || focused.textContent)(document.activeElement)"
     )
@@ -117,7 +114,6 @@ async def test_stop_button_returns_the_focus_to_the_input(tab, engine):
     engine.endless, engine.delay = True, 0.01
     await send_message(tab, "hi")
     await tab.wait_until("document.querySelector('.assistant .markdown')?.textContent")
-    # Enter does not stop the answer, and does not send the next message.
     await tab.type("next")
     await tab.press("Enter")
     assert await tab.evaluate("Boolean(abortController) && $('input').value") == "next"
@@ -142,7 +138,7 @@ async def test_tab_order_follows_the_conversation(tab, engine):
         await tab.press("Tab")
         focused_names.append(await read_focus(tab))
         assert len(focused_names) < 20, focused_names
-    # Browsers also give the focus to a box that scrolls, so `scroll` may be among the names.
+    # `scroll` is a box that scrolls. Browsers may also focus this box.
     assert [name for name in focused_names if name != "scroll"] == [
         *("Copy", "Edit", "this", "Copy code, py", "Code, py", "Copy", "Regenerate", "input", "send")
     ]
@@ -175,7 +171,6 @@ async def test_screen_reader_finds_the_conversation(tab, engine):
         role for role, name in nodes if role in ("button", "textbox", "link", "combobox", "spinbutton") and not name
     ]
     assert unnamed == []
-    # While an answer runs, the log is busy: screen readers announce the updates when the answer ends.
     engine.endless, engine.delay = True, 0.01
     await send_message(tab, "hi")
     await tab.wait_until("[...document.querySelectorAll('.assistant')].at(-1).querySelector('.markdown')?.textContent")

@@ -1,5 +1,3 @@
-"""The chat page in a real browser, with the real application and a scripted engine."""
-
 import asyncio
 import json
 
@@ -77,7 +75,6 @@ async def test_answer_grows_until_it_is_stopped(tab, engine, service, tokenizer,
     async with asyncio.timeout(30):
         while service.admission.num_active or engine.num_active:
             await asyncio.sleep(0.01)
-    # The incomplete answer stays in the conversation.
     engine.endless = False
     await send_message(tab, "go on")
     await wait_for_answers(tab, 2)
@@ -141,7 +138,6 @@ async def test_hostile_text_is_not_parsed_as_html(tab, engine):
 
 
 async def test_policy_blocks_injected_html(tab):
-    """If the page's code ever parsed text as HTML, the browser would refuse it."""
     set_inner_html = "(() => { try { document.body.innerHTML = '<b>x</b>'; } catch (error) { return error.name; } })()"
     assert await tab.evaluate(set_inner_html) == "TypeError"
     tab.problems.clear()
@@ -154,7 +150,6 @@ async def test_an_error_is_shown_as_the_api_gives_it(tab, engine):
     (error_text,) = await read_texts(tab, ".error")
     assert "temperature must be a number from 0 to 2, not 9" in error_text
     assert "400 · invalid_request_error · invalid_value · param: temperature" in error_text
-    # The user can correct the request and send the message again.
     assert await tab.evaluate("$('input').value") == "hi"
     await set_field(tab, "#further", "{")
     await tab.press("Enter")
@@ -184,7 +179,6 @@ async def test_wrong_key_is_reported_and_right_key_is_used(url, service):
     async with browser.open_tab() as tab:
         await tab.set_screen(1000, 850)
         await tab.open(url)
-        # The page shows the settings, and focuses the field of the key.
         await tab.wait_until("document.activeElement === $('key') && !$('settings').hidden")
         await tab.type("wrong")
         await tab.press("Enter")
@@ -226,7 +220,6 @@ async def test_shown_share_of_cached_prompts_names_the_tiers(tab, engine):
 
 
 async def test_text_has_contrast_and_fits_on_small_screens(tab):
-    """Text contrasts with its background, and nothing overflows the screen."""
     await send_message(tab, "hi")
     await wait_for_answers(tab)
     for dark in (False, True):

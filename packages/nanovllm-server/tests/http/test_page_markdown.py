@@ -1,5 +1,3 @@
-"""Markdown on the chat page, in a real browser."""
-
 import json
 
 import pytest
@@ -8,7 +6,6 @@ from page_actions import read_texts, send_message, wait_for_answers
 # The first test that runs may have to fetch the browser.
 pytestmark = pytest.mark.timeout(180)
 
-# Creates a view outside the page, and renders a text that arrives in pieces.
 RENDER = """(text, pieceSize, updateEvery) => {
   const view = new MarkdownView(document.createElement('div'), (update) => update());
   for (let start = 0, piece = 0; start < text.length; start += pieceSize, piece++) {
@@ -85,7 +82,6 @@ TEXTS_HARD_TO_SPLIT = [
 
 
 async def render(tab, text, piece_size=1_000_000, update_every=1):
-    """Returns the HTML of a text that arrives in pieces."""
     return await tab.evaluate(f"({RENDER})({json.dumps(text)}, {piece_size}, {update_every}).element.innerHTML")
 
 
@@ -156,7 +152,6 @@ BLOCKS = [
 
 
 async def test_work_for_an_answer_grows_linearly_with_its_length(tab):
-    """The number of parsed characters per character of the answer does not depend on the answer's length."""
     for block in BLOCKS:
         counts = []
         for length in (10_000, 100_000):
@@ -172,7 +167,7 @@ async def test_lines_of_an_open_code_block_are_not_parsed(tab):
 
 
 async def test_updates_leave_most_of_the_time_to_the_browser(tab):
-    """A list of 30 KB is one block, so updates take long. The pause after an update is several times as long."""
+    """The long list is one block, so each update takes long."""
     share = """(async () => {
       let duration = 0, numUpdates = 0;
       const view = new MarkdownView(document.createElement('div'), (update) => {
@@ -231,7 +226,6 @@ async def test_links_of_other_schemes_stay_text(tab):
     for link in REFUSED_LINKS:
         html = await render(tab, link)
         assert html == f"<p>{link.replace('<', '&lt;').replace('>', '&gt;')}</p>"
-    # A character reference can't hide the scheme.
     assert "<a" not in await render(tab, "[a](&#106;avascript:alert(1)) [b](java\tscript:x)")
 
 
@@ -240,9 +234,9 @@ async def test_remote_image_is_only_a_link(tab):
     assert html.startswith('<p>!<a href="https://example.com/x.png"')
 
 
-# Each item: Markdown that the answer repeats 10,000 times; text after the repetitions; text that the page must show.
+# (Markdown that is repeated 10,000 times, Markdown after the repetitions, text that the page must show)
 REPETITIONS = [
-    # A line of only asterisks is a rule, and a line of only backticks opens a code block: neither shows text.
+    # A line of asterisks is a rule. A line of backticks opens a code block.
     ("*", "", ""),
     ("`", "", ""),
     ("*", "a", "*" * 10_000 + "a"),
@@ -267,7 +261,6 @@ REPETITIONS = [
 
 
 async def read_page_cpu_s(tab) -> float:
-    """CPU time of the page's main thread. It does not depend on other programs."""
     metrics = await tab.send_command("Performance.getMetrics")
     return next(metric["value"] for metric in metrics["metrics"] if metric["name"] == "TaskDuration")
 
@@ -282,7 +275,7 @@ async def test_hostile_repetitions_are_shown_as_text_quickly(tab):
         begin_s = await read_page_cpu_s(tab)
         text = await tab.evaluate(render_expression)
         cpu_s = await read_page_cpu_s(tab) - begin_s
-        # Each text takes about 50 ms. Work that grows with the square of the length would take minutes.
+        # Quadratic work would take minutes.
         assert 0 < cpu_s < 5, repeated
         assert shown in text, repeated
 

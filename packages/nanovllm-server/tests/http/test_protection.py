@@ -204,7 +204,7 @@ async def test_client_that_does_not_read_is_dropped(app, service, engine, serve_
                 while sock.recv(1 << 16):
                     pass
 
-        # The server has also closed the connection, so reading ends.
+        # Reading ends because the server has closed the connection.
         await asyncio.to_thread(read_all)
         sock.close()
 
@@ -324,7 +324,6 @@ async def test_http_2_upgrade_is_answered_with_http_1(url):
         head = await reader.readuntil(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 200 ")
         await reader.readuntil(b"}")
-        # The connection still is HTTP/1.1.
         writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
         assert (await reader.read()).startswith(b"HTTP/1.1 200 ")
     writer.close()

@@ -1,4 +1,4 @@
-"""Forms of request smuggling. A request that a proxy and the server may read differently gets at most one answer.
+"""Requests that a proxy and the server may read differently get at most one answer.
 
 Sources: RFC 9112, sections 2.2, 3.2, 5.1, 5.2, 6.1, 6.3 and 7.1; https://portswigger.net/web-security/request-smuggling
 """
@@ -101,7 +101,6 @@ REFUSED_FORMS = {
     "long chunk's extension": chunked(b"1;" + b"a" * 300_000 + b"\r\nx\r\n0\r\n\r\n"),
 }  # fmt: skip
 
-# The server may answer these forms, but only once per connection.
 ANSWERED_FORMS = {
     "chunks": chunked(CHUNK + b"0\r\n\r\n"),
     "capital coding": request(b"Transfer-Encoding: CHUNKED", body=CHUNK + b"0\r\n\r\n"),
@@ -117,7 +116,6 @@ ANSWERED_FORMS = {
 
 
 async def send_and_read(url: str, data: bytes) -> list[int]:
-    """Sends `data` and a further request. Returns the statuses of all responses until the server closes."""
     reader, writer = await connect(url)
 
     async def send() -> None:

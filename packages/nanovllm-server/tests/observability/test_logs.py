@@ -1,5 +1,3 @@
-"""Each request has one log line, all lines have the request's id, and clients cannot forge lines."""
-
 import asyncio
 import json
 import subprocess
@@ -30,8 +28,6 @@ except ZeroDivisionError:
 
 
 class RecordingLogger:
-    """A logger that records its calls."""
-
     def __init__(self):
         self.lines = []
 

@@ -1,5 +1,3 @@
-"""Metrics of requests and processes, and their names in vLLM."""
-
 import multiprocessing
 import os
 import time
@@ -16,7 +14,7 @@ from nanovllm_server.observability.process_metrics import ProcessMetrics
 from nanovllm_server.observability.shared_counters import SharedCounters, allocate_counters
 
 ENGINE_LABELS = {"model_name", "engine"}
-# Names, types and labels of vLLM's metrics for a text model with speculative decoding and without adapters.
+# (type, labels) of vLLM's metrics for a text model with speculative decoding and without adapters.
 VLLM_METRICS = {
     "num_requests_running": ("gauge", ENGINE_LABELS),
     "num_requests_waiting": ("gauge", ENGINE_LABELS),
@@ -61,14 +59,13 @@ FINISH_LATENCIES = (
 
 
 def read_samples(metrics: Metrics) -> dict[str, float]:
-    """Maps names of samples, without prefix, to values. Includes only samples whose single label is `model_name`."""
     families = text_string_to_metric_families(metrics.render().decode())
     samples = (sample for family in families for sample in family.samples if sample.labels.keys() == {"model_name"})
     return {sample.name.removeprefix("nanovllm:"): sample.value for sample in samples}
 
 
 def make_draft_stats() -> EngineStats:
-    """Returns statistics of two steps: one accepts 1 of 3 drafts, the other accepts 2 of 2."""
+    """Statistics of two steps: one accepts 1 of 3 drafts, the other accepts 2 of 2."""
     return EngineStats(verified_drafts_by_position=(2, 2, 1), accepted_drafts_by_position=(2, 1, 0))
 
 
@@ -244,7 +241,6 @@ def test_loads_are_counted_by_tier_and_copies_by_direction(engine):
 
 
 def read_transfer_samples(metrics: Metrics) -> dict[tuple[str, str | None], float]:
-    """Values of the metrics of transfers, by name and outcome."""
     return {
         (sample.name.partition(":kv_transfer_")[2], sample.labels.get("outcome")): sample.value
         for family in text_string_to_metric_families(metrics.render().decode())

@@ -1,5 +1,3 @@
-"""Counters that several workers share."""
-
 import pytest
 
 from nanovllm_core import EngineStats
@@ -54,7 +52,6 @@ def test_each_worker_reports_the_metrics_of_all_workers(engine):
     first.time_to_first_token.observe(0.003)
     second.time_to_first_token.observe(1000.0, count=2)
     assert first.render() == second.render()
-    # Counters do not go back when a worker is replaced.
     assert make_metrics(1).render() == first.render()
     text = first.render().decode()
     assert 'nanovllm:http_requests_total{path="/health",status="200"} 2.0' in text
@@ -66,7 +63,7 @@ def test_each_worker_reports_the_metrics_of_all_workers(engine):
 
 
 def test_counters_of_a_worker_leave_a_quarter_of_its_row_free(engine):
-    """If this test fails, raise MAX_COUNTERS. Otherwise, the next metrics would make the start of the server fail."""
+    """Raise MAX_COUNTERS if this test fails."""
     counters = SharedCounters(allocate_counters(1))
     AdmissionControl(1, counters)
     Metrics("m", engine.info, EngineStats, counters, process_metrics=ProcessMetrics(counters, None))

@@ -1,5 +1,3 @@
-"""Fixtures that feed a parser with an answer as a whole, by characters, and cut at every point."""
-
 from dataclasses import dataclass, field
 
 import pytest
@@ -34,7 +32,7 @@ TOOLS = {
 
 @dataclass
 class ParsedAnswer:
-    """The parts of an answer. calls: (name, arguments) of each call; an incomplete call has "cut" as a third item."""
+    """calls: (name, arguments) of each call. An incomplete call has "cut" as a third item."""
 
     reasoning: str = ""
     content: str = ""
@@ -80,14 +78,11 @@ def check_pieces(form, text, expected, **options) -> None:
 
 @pytest.fixture(scope="session")
 def parse_answer():
-    """A function that parses an answer in pieces."""
     return parse_pieces
 
 
 @pytest.fixture(scope="session")
 def check():
-    """Checks a case: a text, and its reasoning, content and calls."""
-
     def check(form, text, reasoning="", content="", calls=(), **options):
         check_pieces(form, text, ParsedAnswer(reasoning, content, list(calls)), **options)
 

@@ -1,5 +1,3 @@
-"""Parsers raise nothing for random text, lose no text, and take linear time. Cuts in the text change no event."""
-
 from dataclasses import fields
 
 import pytest
@@ -14,14 +12,13 @@ OTHER_BITS = [*" \n<>`;/", "ping", "search", "query", "exact", "True", "Ã©", "ðŸ
 
 
 def words(form: ChatFormat) -> list[str]:
-    """The tags of a format, and texts that may be between them."""
+    """The tags of a format, and texts that may be between tags."""
     tags = [getattr(part, field.name) for part in (form.reasoning, form.tool_calls) for field in fields(part)]
     return [*(tag for tag in tags if isinstance(tag, str) and tag), *JSON_BITS, *OTHER_BITS]
 
 
 @st.composite
 def answers(draw):
-    """A format, and random text of its tags, some of which are incomplete."""
     form = FORMS[draw(st.sampled_from(sorted(FORMS)))]
     word = st.sampled_from(words(form))
     cut_word = st.builds(lambda text, end: text[:end], word, st.integers(1, 12))
@@ -81,7 +78,6 @@ def test_text_without_a_format_is_unchanged(parse_answer, text):
 @pytest.mark.parametrize("starts_in_reasoning", [False, True])
 @pytest.mark.parametrize("name", FORMS)
 def test_parsing_takes_linear_time(parse_answer, name, starts_in_reasoning):
-    # If parsing took quadratic time, a text of this size would take minutes.
     size = 100_000
     begin = FORMS[name].tool_calls.begin
     for part in (

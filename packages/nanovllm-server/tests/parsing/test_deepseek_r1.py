@@ -1,5 +1,3 @@
-"""DeepSeek-R1: the prompt begins the reasoning. A call consists of a name and fenced JSON."""
-
 import pytest
 
 from nanovllm_models.chat_formats import DEEPSEEK_R1, THINK, ChatFormat
@@ -26,7 +24,7 @@ CALLED = ("get_weather", PARIS)
 PING = call("{}")
 PINGED = ("ping", "{}")
 
-# Cases by name: (text, reasoning, content, calls). The prompt begins the reasoning.
+# Cases by name: (text, reasoning, content, calls).
 BEGUN = {
     "reasoning, then content": ("Hm.\n</think>\n\nHello.", "Hm.", "Hello.", []),
     "reasoning without end": ("Hm.\n\nHello.", "Hm.\n\nHello.", "", []),
@@ -37,7 +35,6 @@ BEGUN = {
     "a call in reasoning is reasoning": (f"Hm. {block(PING)}", f"Hm. {block(PING)}", "", []),
 }
 
-# More cases in the same form. Here the prompt does not begin the reasoning.
 CASES = {
     "nothing": ("", "", "", []),
     "plain text": ("```json\n{}\n```\n", "", "```json\n{}\n```\n", []),

@@ -1,5 +1,3 @@
-"""Detokenization is incremental and returns whole characters only."""
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

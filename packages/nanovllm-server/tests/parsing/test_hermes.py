@@ -1,5 +1,3 @@
-"""Qwen3 and Qwen3-Next: reasoning and JSON calls are between tags."""
-
 import pytest
 
 from nanovllm_models.chat_formats import HERMES, THINK, ChatFormat
@@ -177,7 +175,6 @@ def test_hermes_answers_are_parsed(check, case):
     check(FORM, *case)
 
 
-# More cases in the same form. Here the prompt ends in "<think>\n".
 BEGUN = {
     "reasoning, then content": ("Hm.\n</think>\n\nHello.", "Hm.", "Hello.", []),
     "no end": ("Hm.\nHello.", "Hm.\nHello.", "", []),

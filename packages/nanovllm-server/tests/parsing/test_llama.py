@@ -1,5 +1,3 @@
-"""Llama 3.x: calls are bare JSON objects that name known functions. Only R1-Distill-Llama writes reasoning."""
-
 import pytest
 
 from nanovllm_models.chat_formats import LLAMA, THINK, ChatFormat
@@ -111,7 +109,7 @@ def test_llama_answers_are_parsed(check, case):
     check(FORM, *case)
 
 
-# Cases for R1-Distill-Llama. The prompt, written by Llama's template, ends in "<think>\n".
+# R1-Distill-Llama writes reasoning before calls in Llama's format.
 BEGUN = {
     "reasoning, then content": ("Hm.\n</think>\n\nHello.", "Hm.", "Hello.", []),
     "reasoning, then a call": (f"Hm.\n</think>\n\n{CALL}", "Hm.", "", [CALLED]),

@@ -1,5 +1,3 @@
-"""Answers in the format of MiniMax-M2."""
-
 import pytest
 
 from nanovllm_models.chat_formats import MINIMAX_M2, THINK, ChatFormat
@@ -22,7 +20,7 @@ def search(key, value):
     return block(f'<invoke name="search">\n<parameter name="{key}">{value}</parameter>\n</invoke>\n')
 
 
-# Cases by name: (text, reasoning, content, calls). The prompt has already begun the reasoning.
+# Cases by name: (text, reasoning, content, calls).
 BEGUN = {
     "nothing": ("", "", "", []),
     "reasoning, then content": ("Hm.\n</think>\n\nHello.", "Hm.", "Hello.", []),
@@ -35,7 +33,6 @@ BEGUN = {
     "cut off in the call": (f"Hm.</think>{block(TWO_PARAMETERS)[:70]}", "Hm.", "", [("get_weather", "", "cut")]),
 }
 
-# Cases whose prompt has not begun the reasoning.
 CASES = {
     "plain text": (" <b>a</b> ", "", " <b>a</b> ", []),
     "reasoning all the same": (f"<think>Hm.</think>\n{block(PING)}", "Hm.", "", [PINGED]),

@@ -1,5 +1,3 @@
-"""A parameter's text is converted to JSON according to the parameter's schema."""
-
 import pytest
 
 from nanovllm_server.parsing.parameter_values import to_parameter_json

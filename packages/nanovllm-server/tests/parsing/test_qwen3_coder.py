@@ -1,5 +1,3 @@
-"""Qwen3-Coder writes calls as XML-like elements. The function's schema decides the types of values."""
-
 import pytest
 
 from nanovllm_models.chat_formats import QWEN3_CODER, THINK, ChatFormat

@@ -1,5 +1,3 @@
-"""The text that the server prints when it is ready."""
-
 from dataclasses import replace
 
 import pytest

@@ -1,4 +1,4 @@
-"""Workers share encoded segments; lost or malformed messages do no harm."""
+"""Workers share the segments of text that they encode."""
 
 import multiprocessing
 import random

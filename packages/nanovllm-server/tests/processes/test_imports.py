@@ -1,4 +1,4 @@
-"""The server and its workers do not import torch, which takes seconds and half a gigabyte per process."""
+"""An import of torch takes seconds and half a gigabyte per process."""
 
 import subprocess
 import sys

@@ -1,5 +1,3 @@
-"""The parser flags override the detected format of the model."""
-
 import json
 from types import SimpleNamespace
 

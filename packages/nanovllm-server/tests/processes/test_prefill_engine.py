@@ -1,5 +1,3 @@
-"""Settings and restarts of the server's prefill engine."""
-
 import asyncio
 import stat
 from dataclasses import replace
@@ -26,8 +24,6 @@ RECIPE = EngineRecipe(ModelDirectory(Path("model"), "model"), None, "auto", "tex
 
 
 class FakeClient:
-    """A client of an engine that serves until a test sets `death_reason`."""
-
     def __init__(self) -> None:
         self.death_reason: str | None = None
         self.is_stopped = False
@@ -37,8 +33,6 @@ class FakeClient:
 
 
 class FakeEngines:
-    """Replaces `EngineProcess` and `EngineClient`. failures: errors that the next starts raise."""
-
     def __init__(self) -> None:
         self.recipes: list[EngineRecipe] = []
         self.clients: list[FakeClient] = []

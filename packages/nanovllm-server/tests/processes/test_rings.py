@@ -60,7 +60,7 @@ def test_a_damaged_message_is_ignored(place):
     ring._data[place : place + 8] = b"\xfe" * 8
     ring.write(b"third" * 4)
     read = reader.read()
-    # Without the length (the first eight bytes), the reader can't find the next message.
+    # The first eight bytes are the length. The reader needs the length to find the next message.
     assert read == ([] if place < 8 else [b"second" * 4, b"third" * 4])
     ring.write(b"fourth")
     assert reader.read() == [b"fourth"]
@@ -99,7 +99,7 @@ def test_messages_of_another_process_arrive_undamaged_and_in_order():
         if numbers:
             last, num_read, num_nonempty_reads = numbers[-1], num_read + len(numbers), num_nonempty_reads + 1
     assert num_nonempty_reads > 10
-    # A replacement can write to the ring, wherever the killed writer stopped.
+    # The killed writer may stop in the middle of a message.
     writer.kill()
     writer.join()
     reader.read()

@@ -1,5 +1,3 @@
-"""Workers are replaced after a delay, and a replacement has limited time to start."""
-
 import asyncio
 import multiprocessing
 import socket

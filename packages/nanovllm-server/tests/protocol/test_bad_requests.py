@@ -1,5 +1,3 @@
-"""Requests that are refused for their body, headers, path, method, model or context length."""
-
 import json
 import random
 

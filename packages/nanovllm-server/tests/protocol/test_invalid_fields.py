@@ -1,5 +1,3 @@
-"""Every invalid or unsupported field is a 400 that names the field."""
-
 import json
 
 import pytest

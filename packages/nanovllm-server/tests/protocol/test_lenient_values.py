@@ -11,8 +11,6 @@ TOOL = {"type": "function", "function": {"name": "f"}}
 
 @pytest.fixture
 def render_history(post, tokenizer):
-    """Posts `message` between two user messages; returns it as the template gets it."""
-
     async def render_history(**message):
         assert (await post(messages=[USER, message, USER])).status_code == 200
         return tokenizer.rendered[-1][1]
@@ -62,7 +60,6 @@ async def test_function_call_is_read_as_a_tool_call(render_history):
     function = {"name": "f", "arguments": '{"a": 1}'}
     rendered = await render_history(role="assistant", content=None, function_call=function)
     (call,) = rendered["tool_calls"]
-    # The renderer gives templates the arguments as an object.
     assert call["function"] == {"name": "f", "arguments": {"a": 1}}
     assert "tool_calls" not in await render_history(role="assistant", content="a", function_call=None)
 

@@ -120,7 +120,6 @@ def test_required_fields_are_documented(openapi_document):
 
 
 def find_leaf_paths(value, steps=()):
-    """Yields the keys and indices that lead to each scalar in an example."""
     match value:
         case dict():
             for key, inner in value.items():

@@ -1,7 +1,6 @@
 """Controls a headless Chromium over its DevTools protocol.
 
-On Linux x86-64, an npm package (lock file in `chromium/`) provides the browser, its libraries and its fonts. Other
-machines use an installed Chrome or Chromium.
+On Linux x86-64, the npm package in `chromium/` provides the browser. Other machines use an installed browser.
 """
 
 import asyncio
@@ -41,10 +40,7 @@ SHIFT_MODIFIER = 8
 
 
 def install_browser(profile: Path) -> tuple[str, dict[str, str]]:
-    """Returns a browser's executable and environment. Downloads the browser if it is missing.
-
-    profile: empty directory for files that the browser writes while it runs.
-    """
+    """Returns a browser's executable and environment. Downloads the browser if it is missing."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
         executable = next((path for path in map(shutil.which, INSTALLED_BROWSERS) if path), None)
         assert executable, f"no browser for {sys.platform} on {platform.machine()}: install Chrome or Chromium"
@@ -76,8 +72,6 @@ def install_browser(profile: Path) -> tuple[str, dict[str, str]]:
 
 @dataclass
 class BrowserTab:
-    """A tab. problems: errors and warnings of the page, the console and the network."""
-
     connection: websockets.ClientConnection
     session: str = ""
     problems: list[str] = field(default_factory=list)
@@ -125,7 +119,6 @@ class BrowserTab:
         )
 
     async def open(self, url: str) -> None:
-        """Opens a page and waits until it is loaded."""
         await self.send_command("Page.navigate", url=url)
         await self.wait_until("document.readyState === 'complete' && location.href !== 'about:blank'")
 
@@ -146,30 +139,27 @@ class BrowserTab:
             raise AssertionError(f"never came true: {expression}\n{self.problems}\n{page_text}") from None
 
     async def type(self, text: str) -> None:
-        """Types into the focused element."""
         await self.send_command("Input.insertText", text=text)
 
     async def press(self, key: str, *, shift: bool = False) -> None:
-        """Presses a key of KEYS."""
         code, text = KEYS[key]
         common = {"key": key, "code": key, "windowsVirtualKeyCode": code, "modifiers": SHIFT_MODIFIER if shift else 0}
         await self.send_command("Input.dispatchKeyEvent", type="keyDown", text=text, **common)
         await self.send_command("Input.dispatchKeyEvent", type="keyUp", **common)
 
     async def click(self, selector: str) -> None:
-        """Clicks in the middle of the first element that matches `selector`."""
         box = f"document.querySelector({json.dumps(selector)}).getBoundingClientRect()"
         x, y = await self.evaluate(f"((box) => [box.x + box.width / 2, box.y + box.height / 2])({box})")
         for kind in ("mousePressed", "mouseReleased"):
             await self.send_command("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
 
     async def read_accessible_nodes(self) -> list[tuple[str, str]]:
-        """Returns (role, name) of each element that a screen reader finds, in the page's order."""
+        """Returns the role and name of each element that a screen reader finds."""
         nodes = (await self.send_command("Accessibility.getFullAXTree"))["nodes"]
         return [(node["role"]["value"], node.get("name", {}).get("value", "")) for node in nodes if not node["ignored"]]
 
     async def set_screen(self, width: int, height: int, *, scale: float = 1, dark: bool = False) -> None:
-        """Sets the size in CSS pixels and the colour scheme."""
+        """width and height are in CSS pixels."""
         await self.send_command(
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=scale, mobile=False
         )
@@ -177,13 +167,11 @@ class BrowserTab:
         await self.send_command("Emulation.setEmulatedMedia", features=[scheme])
 
     async def screenshot(self) -> bytes:
-        """Returns a PNG."""
         return base64.b64decode((await self.send_command("Page.captureScreenshot", format="png"))["data"])
 
 
 @asynccontextmanager
 async def open_tab() -> AsyncIterator[BrowserTab]:
-    """Opens a tab in a new browser."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         executable, environment = await asyncio.to_thread(install_browser, Path(profile))
         # --no-sandbox: in containers, the sandbox can't be set up.

@@ -249,7 +249,6 @@ SCHEMA_BY_PATH = {
 
 
 def check_body(name: str, data: bytes | str) -> Any:
-    """Returns the JSON value in `data`. Raises ValueError if the value does not fit the model or the schema `name`."""
     ADAPTERS[name].validate_json(data)
     body = json.loads(data)
     VALIDATORS[name].validate(body)
@@ -257,7 +256,6 @@ def check_body(name: str, data: bytes | str) -> Any:
 
 
 def check_response(response: ObservedResponse) -> None:
-    """Raises ValueError or AssertionError if the response violates the contract."""
     is_stream = response.content_type.startswith("text/event-stream")
     if response.method == "HEAD" or not (response.complete or is_stream):
         return
@@ -279,7 +277,6 @@ def check_response(response: ObservedResponse) -> None:
 
 
 def check_stream(data: bytes, *, complete: bool) -> None:
-    """Checks a stream of events. complete: `data` is the whole stream."""
     blocks = data.decode(errors="strict" if complete else "ignore").split("\n\n")
     remainder = blocks.pop()
     assert not (complete and remainder), remainder
@@ -313,7 +310,6 @@ def check_stream(data: bytes, *, complete: bool) -> None:
 
 
 async def check_refusal(response: Any, status: int, param: str | None = None) -> dict[str, Any]:
-    """Returns the error in `response`. Raises AssertionError if status, param or form of the error is wrong."""
     assert response.status_code == status
     assert response.headers["Content-Type"] == "application/json"
     error = (await response.get_json())["error"]

@@ -7,7 +7,6 @@ from nanovllm_server.processes.rings import RingMemory
 
 
 def make_payload(number: int) -> bytes:
-    """A message of up to 4 KB that repeats its number, so that tests can check each byte."""
     return number.to_bytes(8, "little") * (1 + number * 37 % 500)
 
 

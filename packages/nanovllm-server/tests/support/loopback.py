@@ -1,5 +1,3 @@
-"""Helpers for tests with real sockets."""
-
 import asyncio
 from collections.abc import Callable
 from urllib.parse import urlsplit

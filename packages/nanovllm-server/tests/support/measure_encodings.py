@@ -1,9 +1,8 @@
-"""Measures a turn in a worker that has not seen the conversation, with and without the exchange of encodings.
+"""Measures a turn in a worker that is new to the conversation, with and without the exchange of encodings.
 
 Run: python packages/nanovllm-server/tests/support/measure_encodings.py [--runs 10]
 
-Worker A renders and encodes a conversation of about 32,000 tokens. Worker B then gets it with one more message. Each
-event loop records how late it wakes from sleeps of 0.2 ms.
+Worker A encodes a conversation of about 32,000 tokens. Worker B then encodes the conversation with one more message.
 """
 
 import argparse

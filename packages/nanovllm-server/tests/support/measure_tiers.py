@@ -24,9 +24,9 @@ from nanovllm_core import AsyncEngine, EngineConfig, EngineStats, ModelSpec, Req
 
 PROMPT_LENS = (8192, 32768)
 NUM_RETURNS = 3
-# Prompts of the longest length that together exceed the GPU's cache.
+# This many of the longest prompts exceed the GPU's cache.
 NUM_FILLERS = 5
-# Conversations that return at the same time beside decodes. With more than one, loads never pause.
+# Conversations that return at the same time beside decodes.
 NUM_RETURNING = 2
 NUM_STREAMS, STREAM_PROMPT_LEN, STREAM_OUTPUT_LEN = 64, 256, 640
 BURST_SIZE, BURST_PROMPT_LEN = 24, 16_384
@@ -36,8 +36,6 @@ MIB = 1 << 20
 
 
 class Conversations:
-    """Sends prompts to an engine. A name gives the same tokens each time."""
-
     def __init__(self, engine: AsyncEngine):
         self.engine = engine
         self._num_requests = 0
@@ -52,7 +50,6 @@ class Conversations:
         raise RuntimeError("a request ended without a token")
 
     async def stream(self, name: str, prompt_len: int, output_len: int, times: list[float]) -> None:
-        """Appends the time of each token to `times`."""
         async for output in self.engine.generate(self._make_request(name, prompt_len, output_len)):
             times += [time.perf_counter()] * len(output.new_token_ids)
 
@@ -78,7 +75,6 @@ class Conversations:
 
 
 def measure_pinned_copies(num_bytes: int = 1 << 30) -> None:
-    """Prints the bandwidth of one large copy between pinned memory and the GPU."""
     host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
     device = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
     for name, target, source in (("load", device, host), ("store", host, device)):
@@ -96,10 +92,7 @@ def measure_pinned_copies(num_bytes: int = 1 << 30) -> None:
 async def measure_decodes(
     conversations: Conversations, name: str, returning: Sequence[str] = (), min_interval_s: float = 0.0
 ) -> float:
-    """Prints the time of a step of NUM_STREAMS decodes. Returns the mean interval of returns, in seconds.
-
-    returning: conversations that return in turn meanwhile, NUM_RETURNING at a time.
-    """
+    """Returns the mean interval between returns of conversations, in seconds."""
     times: list[list[float]] = [[] for _ in range(NUM_STREAMS)]
     streams = [
         asyncio.create_task(conversations.stream(f"{name} {index}", STREAM_PROMPT_LEN, STREAM_OUTPUT_LEN, times[index]))
@@ -180,7 +173,7 @@ async def run(spec: ModelSpec, config: EngineConfig, host_gib: float, directory:
     tiers = {
         "no tiers": {},
         "host memory": {"kv_offload_gib": host_gib},
-        # The host memory holds about one of the longest prompts, so that returns read files.
+        # The host memory holds about one of the longest prompts, so returns read files.
         "files": {"kv_offload_gib": 5.0, "kv_offload_dir": directory},
     }
     for name, settings in tiers.items():
@@ -208,12 +201,12 @@ async def run(spec: ModelSpec, config: EngineConfig, host_gib: float, directory:
                     if settings:
                         title = f"{name}, decodes beside loads {index}"
                         interval_s = await measure_decodes(conversations, title, fillers)
-                        # Without loads: these conversations stay in the cache.
+                        # These conversations stay in the cache and need no loads.
                         title = f"{name}, decodes beside cached prompts {index}"
                         await measure_decodes(conversations, title, fillers[:NUM_RETURNING], interval_s)
                 await measure_burst(conversations, name)
             if settings:
-                # Until copies end, they hold blocks.
+                # Unfinished copies hold blocks.
                 await conversations.wait_for_copies()
             stats = engine.stats
             print(

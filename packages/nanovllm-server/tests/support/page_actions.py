@@ -1,5 +1,3 @@
-"""Actions of a user of the chat page."""
-
 import json
 from typing import Any
 

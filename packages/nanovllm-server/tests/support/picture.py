@@ -16,7 +16,6 @@ MIN_ANSWER_CHARACTERS = 500
 
 
 async def take_picture(url: str) -> bytes:
-    """Returns a PNG, taken while the model answers the last question."""
     async with browser.open_tab() as tab:
         await tab.set_screen(1280, 820, scale=1.5)
         await tab.open(url)

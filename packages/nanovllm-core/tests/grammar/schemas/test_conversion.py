@@ -1,5 +1,3 @@
-"""Converted schemas: texts that their grammars accept and reject, and errors that name keyword and place."""
-
 import json
 import random
 
@@ -225,7 +223,7 @@ def test_unsupported_schema_names_place_and_keyword(schema, place, keyword):
 
 @pytest.fixture
 def steps(monkeypatch) -> list[int]:
-    """Arguments of all calls of `count_steps`. Unlike times, they do not depend on the machine's load."""
+    """Arguments of all calls of `count_steps`: a measure that does not depend on the machine's load."""
     counted: list[int] = []
     count_steps = ShapeResolver.count_steps
 
@@ -275,7 +273,7 @@ HOSTILE = {
 def test_hostile_schemas_are_refused_after_a_bounded_number_of_steps(name, steps):
     with pytest.raises(SchemaError) as caught:
         convert_schema(HOSTILE[name], "schema")
-    # The conversion ends at the call that exceeds the limit, and no single call counts many steps.
+    # Only the last call may exceed the limit.
     assert sum(steps[:-1]) <= MAX_STEPS
     assert max(steps, default=0) <= 1000
     assert len(str(caught.value)) < 1000

@@ -1,5 +1,3 @@
-"""Grammars of patterns accept the strings in which `re` finds the pattern. Grammars of formats accept valid values."""
-
 import itertools
 import json
 import random
@@ -75,7 +73,6 @@ def permits(grammar: xgrammar.Grammar, text: str) -> bool:
 
 
 def accepts_bytes(grammar: xgrammar.Grammar, text: bytes) -> bool:
-    """Unlike `permits`, takes bytes that need not be UTF-8."""
     vocabulary = xgrammar.TokenizerInfo([bytes((byte,)) for byte in range(256)], stop_token_ids=[])
     matcher = xgrammar.GrammarMatcher(
         xgrammar.GrammarCompiler(vocabulary).compile_grammar(grammar), terminate_without_stop_token=True
@@ -154,7 +151,6 @@ def test_only_surrogates_of_a_pair_are_joined():
         ),
         "😀",
     )
-    # A lone surrogate matches no text.
     assert parse_full_match(r"^\ud800\u0041$") == regex.NO_STRING
 
 
@@ -172,8 +168,7 @@ def test_excluded_strings_are_not_permitted():
         grammar = make_grammar(exclude_strings(excluded, 16))
         for text in texts(2):
             assert permits(grammar, text) == (text not in excluded)
-        # With a limit of one prefix, the grammar may also reject other strings with
-        # the first letter of an excluded string.
+        # A limit of 1 may also exclude other strings with the first letter of an excluded string.
         grammar = make_grammar(exclude_strings(excluded, 1))
         for text in texts(2):
             if text in excluded or text[:1] not in {other[:1] for other in excluded}:
@@ -199,7 +194,6 @@ def test_length_limits_of_patterns_are_exact():
     ("low", "high"), [(0, 3), (2, 3), (3, 3), (0, 128), (120, 128), (0, 129), (3, None), (128, None), (129, None)]
 )
 def test_length_limits_of_strings_are_exact(low, high):
-    """Checks characters of every size in UTF-8, and invalid bytes."""
     tree = limit_length(regex.restrict_characters(regex.ANY_STRING, UNESCAPED_IN_JSON), low, high)
     grammar = make_grammar(tree)
     if max(low, high or 0) <= MAX_COUNTED_REPETITIONS:
