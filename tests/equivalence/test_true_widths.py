@@ -225,7 +225,10 @@ def score_errors(case: Case, observation: Observation) -> dict[str, tuple[np.nda
     Positions after an answer's first difference from the baseline have no reference and are left out.
     """
     found: dict[str, list[tuple[Tensor, Tensor]]] = {}
-    for name, run in (("after cached prefixes", observation.repeated), ("after whole prompts", observation.scored)):
+    for name, run in (
+        ("after cached prefixes", observation.repeated),
+        ("after whole prompts", observation.prompt_scored),
+    ):
         for index, (start, ids, logprobs) in enumerate(run.scores):
             answer_start = len(case.prompts[index]) - 1
             end = answer_start + min(common_length(run.answers[index], case.answers[index]) + 1, OUTPUT_LEN)

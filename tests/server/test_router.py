@@ -25,7 +25,7 @@ ROUTER = Path(sys.executable).with_name("vllm-router")
 SIZE_FLAGS = ("--dtype", "float32", "--max-model-len", "2048", "--cpu-cache-gib", "0.2", "--max-num-seqs", "4")
 MODEL = "SmolLM2-135M-Instruct"
 PROMPT = " ".join(f"In the year {year}, the town had {year * 7 % 900} houses." for year in range(1900, 1930))
-START_S = 300
+MAX_START_S = 300
 
 
 class Cluster(NamedTuple):
@@ -93,7 +93,7 @@ def run_router(folder: Path, prefill_url: str, decode_url: str) -> Iterator[str]
         ) as process,
     ):
         try:
-            deadline = time.monotonic() + START_S
+            deadline = time.monotonic() + MAX_START_S
             while True:
                 try:
                     with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=10):
@@ -157,7 +157,7 @@ def test_decode_server_fetches_prompts_from_the_prefill_server(cluster):
     num_before = len(read_requests(cluster.decode))
     fetched, served = (read_metric(*metric) for metric in metrics_of(cluster))
     post_chat(cluster.router_url, messages=make_conversation(3))
-    # The answer through the router has the usage of the prefill server, so read the decode server's log.
+    # The router answers with the usage of the prefill server. Read the decode server's usage from its log.
     line = wait_for_requests(cluster.decode, num_before + 1)[-1]
     assert line["cached_tokens"] > 0.9 * line["prompt_tokens"]
     # The engine's metrics are up to 0.1 s old.

@@ -18,7 +18,7 @@ import pytest
 pytestmark = pytest.mark.slow
 
 HOOKS_FOLDER = Path(__file__).with_name("schemathesis")
-CASES = 20
+MAX_EXAMPLES = 20
 
 
 def test_no_generated_request_causes_a_5xx_or_an_undescribed_answer(tiny_server, tmp_path):
@@ -26,7 +26,7 @@ def test_no_generated_request_causes_a_5xx_or_an_undescribed_answer(tiny_server,
         [
             Path(sys.executable).with_name("schemathesis"),
             *("--config-file", HOOKS_FOLDER / "schemathesis.toml", "run", f"{tiny_server.url}/openapi.json"),
-            *("--max-examples", str(CASES), "--generation-deterministic", "--seed", "1", "--no-color"),
+            *("--max-examples", str(MAX_EXAMPLES), "--generation-deterministic", "--seed", "1", "--no-color"),
         ],
         cwd=tmp_path,
         env={**os.environ, "NANOVLLM_MODEL": "tiny", "PYTHONPATH": str(HOOKS_FOLDER), "SCHEMATHESIS_HOOKS": "hooks"},

@@ -1,4 +1,4 @@
-"""Collections of schemas: the official test suite, tools of a leaderboard, and schemas in installed packages."""
+"""Collections of schemas: the official test suite, functions of a tool call benchmark, and installed packages."""
 
 import gzip
 import importlib
@@ -13,7 +13,7 @@ from typing import Any
 
 DATA = Path(__file__).parent / "data"
 PACKAGES = ("check-jsonschema", "validate-pyproject-schema-store", "jsonschema-specifications")
-# Maximum number of definitions of one schema, per keyword, that become cases.
+# For each schema, at most MAX_PARTS definitions in `definitions` and MAX_PARTS in `$defs` become cases.
 MAX_PARTS = 6
 
 

@@ -1,4 +1,4 @@
-"""Samples of the runs of ask.py and compare_drafts.py."""
+"""Runs ask.py and compare_drafts.py with a few schemas."""
 
 from dataclasses import replace
 
@@ -50,16 +50,16 @@ def test_answers_with_drafts_are_equal(run_server, default_model, client, outcom
 
 def test_difference_has_its_place_and_margin(client, outcomes):
     valid = [index for index, each in enumerate(outcomes) if each.verdict == "valid"]
-    seed = min(valid, key=lambda index: outcomes[index].tokens)
-    outcome = outcomes[seed]
-    likeliest = client.likeliest_tokens(outcome.question, seed)
+    index = min(valid, key=lambda valid_index: outcomes[valid_index].tokens)
+    outcome = outcomes[index]
+    likeliest = client.likeliest_tokens(outcome.question, index)
     # The grammar may force an unlikely token: find a place with a likely token.
     place = next(place for place, token in enumerate(outcome.token_ids) if token in likeliest[place])
     chosen, top = outcome.token_ids[place], likeliest[place]
     other = next(token for token in top if token != chosen)
     changed = replace(outcome, token_ids=(*outcome.token_ids[:place], other))
-    (difference,) = find_differences(client, outcomes, [*outcomes[:seed], changed, *outcomes[seed + 1 :]])
-    assert (difference.seed, difference.position, difference.tokens) == (seed, place, (chosen, other))
+    (difference,) = find_differences(client, outcomes, [*outcomes[:index], changed, *outcomes[index + 1 :]])
+    assert (difference.seed, difference.position, difference.tokens) == (index, place, (chosen, other))
     assert difference.margin == pytest.approx(top[chosen] - top[other], abs=1e-3)
 
 

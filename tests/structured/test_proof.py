@@ -1,4 +1,4 @@
-"""A sample of prove.py's run."""
+"""Runs the proof of prove.py with fewer schemas and walks."""
 
 import json
 

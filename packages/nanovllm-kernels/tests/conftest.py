@@ -111,7 +111,7 @@ def make_batch(
     )
 
 
-def make_quantized(batch: PagedBatch) -> PagedBatch:
+def rescale_and_quantize(batch: PagedBatch) -> PagedBatch:
     """Unfilled slots get infinite scales."""
     num_pages, page_size, num_cached_heads, _ = batch.kv_cache.shape
     generator = torch.Generator().manual_seed(num_pages)
@@ -184,7 +184,7 @@ def make_latent_batch(
     return LatentBatch(**fields)
 
 
-def quantize_latents(batch: LatentBatch) -> LatentBatch:
+def rescale_and_quantize_latents(batch: LatentBatch) -> LatentBatch:
     """Unfilled slots get infinite scales."""
     num_pages, page_size, _, _ = batch.kv_cache.shape
     log2_factors = torch.rand((num_pages, page_size, 1), generator=torch.Generator().manual_seed(num_pages)) * -6
@@ -224,7 +224,7 @@ def latent_batch() -> Callable[..., LatentBatch]:
 
 @pytest.fixture
 def quantized_latents() -> Callable[[LatentBatch], LatentBatch]:
-    return quantize_latents
+    return rescale_and_quantize_latents
 
 
 @pytest.fixture
@@ -328,7 +328,7 @@ def paged_batch() -> Callable[..., PagedBatch]:
 
 @pytest.fixture
 def quantized() -> Callable[[PagedBatch], PagedBatch]:
-    return make_quantized
+    return rescale_and_quantize
 
 
 @pytest.fixture

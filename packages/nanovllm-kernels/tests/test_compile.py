@@ -272,7 +272,7 @@ def test_kernel_compiles(module, name, num_warps, types, constants):
     assert compiled.metadata.shared <= SHARED_MEMORY
 
 
-def test_argument_types_name_arguments_of_kernels():
+def test_every_typed_argument_exists_in_a_kernel():
     """A type with an outdated name would have no effect."""
     import importlib
 
@@ -297,7 +297,7 @@ def attention_constants(config, head_dim, group_size):
     }
 
 
-LENGTHS = dict.fromkeys(["block_tables_ptr", "seq_lens_ptr", "query_start_loc_ptr"], INT32)
+SEQUENCE_TYPES = dict.fromkeys(["block_tables_ptr", "seq_lens_ptr", "query_start_loc_ptr"], INT32)
 WORK_LIST = {"tile_first_blocks_ptr": INT64, "tiles_ptr": INT32, "parts_ptr": INT64}
 
 
@@ -318,24 +318,27 @@ ATTENTION_CASES += [
 ]
 
 
-@pytest.mark.parametrize(("head_dim", "wide", "dtype", "cache_type"), ATTENTION_CASES)
-def test_attention_fits_shared_memory_and_has_expected_instructions(head_dim, wide, dtype, cache_type):
+@pytest.mark.parametrize(("head_dim", "many_queries", "dtype", "cache_type"), ATTENTION_CASES)
+def test_attention_fits_shared_memory_and_has_expected_instructions(head_dim, many_queries, dtype, cache_type):
     from nanovllm_kernels.attention.gqa import triton_gqa
     from nanovllm_kernels.attention.plan import tile_configs
 
     group_size = 4
     sizes = {FLOAT: 4, BFLOAT: 2, FP8: 1}
     config = tile_configs.gqa_tile_config(
-        head_dim, tile_configs.tile_element_bytes(sizes[dtype], sizes[cache_type]), group_size, many_queries=wide
+        head_dim,
+        tile_configs.tile_element_bytes(sizes[dtype], sizes[cache_type]),
+        group_size,
+        many_queries=many_queries,
     )
-    types = LENGTHS | WORK_LIST | {"scale_log2": "fp32"}
+    types = SEQUENCE_TYPES | WORK_LIST | {"scale_log2": "fp32"}
     types |= {"q_ptr": dtype, "kv_ptr": cache_type, "scales_ptr": BYTES}
     types |= {"out_ptr": dtype, "partial_out_ptr": FLOAT, "partial_lse_ptr": FLOAT}
     constants = attention_constants(config, head_dim, group_size) | {"QUANTIZED": cache_type == FP8, "OVERLAP": True}
-    constants |= {"BLOCK_Q": config.block_m // group_size, "UNMASKED_LOOP": wide}
+    constants |= {"BLOCK_Q": config.block_m // group_size, "UNMASKED_LOOP": many_queries}
     compiled = compile_tile(triton_gqa._attend, types, constants, config)
     if dtype == BFLOAT:
-        assert ("wgmma.mma_async" if wide else "mma.sync") in compiled.asm["ptx"]
+        assert ("wgmma.mma_async" if many_queries else "mma.sync") in compiled.asm["ptx"]
         assert "cp.async" in compiled.asm["ptx"]
     if (dtype, cache_type) == (BFLOAT, FP8):
         assert "cvt.rn.f16x2.e4m3x2" in compiled.asm["ptx"]
@@ -344,21 +347,21 @@ def test_attention_fits_shared_memory_and_has_expected_instructions(head_dim, wi
 LATENTS = {"LATENT_DIM": 512, "PADDED_LATENT_DIM": 512, "ROPE_DIM": 64, "PADDED_ROPE_DIM": 64, "PAGE_SIZE": 64}
 
 
-@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("many_queries", [False, True])
 @pytest.mark.parametrize(
     ("num_heads", "dtype", "cache_type"),
     [(16, BFLOAT, BFLOAT), (128, BFLOAT, BFLOAT), (16, BFLOAT, FP8), (128, BFLOAT, FP8), (16, FLOAT, FLOAT)],
 )
-def test_latent_attention_compiles(num_heads, wide, dtype, cache_type):
+def test_latent_attention_compiles(num_heads, many_queries, dtype, cache_type):
     from nanovllm_kernels.attention.mla import triton_absorbed
     from nanovllm_kernels.attention.plan import tile_configs
 
     sizes = {FLOAT: 4, BFLOAT: 2, FP8: 1}
     config = tile_configs.latent_tile_config(
-        num_heads, tile_configs.tile_element_bytes(sizes[dtype], sizes[cache_type]), many_queries=wide
+        num_heads, tile_configs.tile_element_bytes(sizes[dtype], sizes[cache_type]), many_queries=many_queries
     )
     tile_heads = tile_configs.latent_tile_heads(num_heads, config)
-    types = LENGTHS | WORK_LIST | {"scale_log2": "fp32"}
+    types = SEQUENCE_TYPES | WORK_LIST | {"scale_log2": "fp32"}
     types |= {"q_latent_ptr": dtype, "q_rope_ptr": dtype, "kv_ptr": cache_type, "scales_ptr": BYTES}
     types |= {"out_ptr": dtype, "partial_out_ptr": FLOAT, "partial_lse_ptr": FLOAT}
     constants = LATENTS | {"NUM_HEADS": num_heads, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n}
@@ -378,7 +381,7 @@ def test_latent_attention_of_whole_prompts_compiles(dtype, size):
     constants = {"NUM_HEADS": 16, "TOKEN_STRIDE": 16 * 256, "KEY_DIM": 128, "PADDED_KEY_DIM": 128, "ROPE_DIM": 64}
     constants |= {"PADDED_ROPE_DIM": 64, "VALUE_DIM": 128, "PADDED_VALUE_DIM": 128}
     constants |= {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n}
-    types = LENGTHS | dict.fromkeys(["q_ptr", "kv_ptr", "k_rope_ptr", "out_ptr"], dtype) | {"scale_log2": "fp32"}
+    types = SEQUENCE_TYPES | dict.fromkeys(["q_ptr", "kv_ptr", "k_rope_ptr", "out_ptr"], dtype) | {"scale_log2": "fp32"}
     kernel = triton_expanded._attend_whole_prompts
     compiled = compile_kernel(kernel, types, constants, config.num_warps, config.num_stages)
     assert compiled.metadata.shared * config.ctas_per_sm <= SHARED_MEMORY
@@ -405,7 +408,7 @@ def test_latent_rope_and_cache_compiles(cache_type):
     from nanovllm_kernels.attention.mla import triton_expanded
     from nanovllm_kernels.elementwise import triton_latent
 
-    types = LENGTHS | {"kv_ptr": cache_type, "scales_ptr": BYTES}
+    types = SEQUENCE_TYPES | {"kv_ptr": cache_type, "scales_ptr": BYTES}
     constants = {"WIDTH": 576, "PADDED_WIDTH": 1024, "PAGE_SIZE": 64, "QUANTIZED": cache_type == FP8}
     compile_kernel(triton_expanded._gather_latents, types, constants, num_warps=2)
     constants = {"NUM_HEADS": 16, "HEAD_DIM": 192, "ROPE_DIM": 64, "PADDED_HEADS": 16, "PADDED_ROPE_DIM": 64}
@@ -418,13 +421,13 @@ def test_latent_rope_and_cache_compiles(cache_type):
 
 @pytest.mark.parametrize("num_rows", [1, 2, 4, 8])
 @pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize(("num_columns", "width"), [(1024, 3072), (4096, 4096), (14336, 1024)])
-def test_few_row_kernel_loads_weights_before_waiting(num_rows, gated, num_columns, width):
+@pytest.mark.parametrize(("num_columns", "depth"), [(1024, 3072), (4096, 4096), (14336, 1024)])
+def test_few_row_kernel_loads_weights_before_waiting(num_rows, gated, num_columns, depth):
     from nanovllm_kernels.gemm import tiles, triton_few_rows
 
-    config = tiles.few_rows_config(num_rows, num_columns, width, gated=gated)
+    config = tiles.few_rows_config(num_rows, num_columns, depth, gated=gated)
     constants = {
-        "K": width,
+        "K": depth,
         "ROWS": num_rows,
         "BLOCK_N": config.block_n,
         "NUM_VECTORS": 32 * config.num_warps,
@@ -556,7 +559,7 @@ def test_work_list_planning_compiles():
 @pytest.mark.parametrize(
     ("head_dim", "group_size", "queries", "page_size", "dtype"),
     [
-        # Each pair of values of head_dim, page_size and dtype occurs.
+        # For any two of head_dim, page_size and dtype, each combination of their values occurs.
         *(
             (64, 1, 1, 16, "BFloat16"),
             (64, 8, 1, 32, "Float16"),
@@ -754,8 +757,8 @@ def test_specialized_experts_do_not_spill(gated, hidden_size, width):
     assert compiled.metadata.shared <= SHARED_MEMORY
     assert "div.rn.f32" not in compiled.asm["ptx"]
     sass = compiled.asm["sass"]
-    # The code has one product for each half of the rows.
     assert not re.search(r"\b(STL|LDL)\b", sass)
+    # The code has one product for each half of the rows. A QGMMA instruction multiplies a depth of 32.
     assert len(re.findall(r"\bQGMMA\b", sass)) == 2 * kernels.STEP_DEPTH // 32
     assert "UTMALDG" in sass
     assert "STG.E.128" in sass
@@ -767,7 +770,7 @@ def test_specialized_latent_attention_does_not_spill(page_size):
 
     constants = {"NUM_HEADS": 128, "PAGE_SIZE": page_size, "STAGES": kernels.STAGES, "OVERLAP": True}
     constants |= {"MULTIPLY_REGISTERS": kernels.MULTIPLY_REGISTERS, "COPY_REGISTERS": kernels.COPY_REGISTERS}
-    types = LENGTHS | WORK_LIST | {"partial_out_ptr": FLOAT, "partial_lse_ptr": FLOAT, "scale_log2": "fp32"}
+    types = SEQUENCE_TYPES | WORK_LIST | {"partial_out_ptr": FLOAT, "partial_lse_ptr": FLOAT, "scale_log2": "fp32"}
     for name, rows in (("q_desc", 64), ("rope_desc", 64), ("kv_desc", page_size), ("out_desc", 64)):
         types[name] = f"tensordesc<bf16[{rows}, {kernels.BOX_COLUMNS}],{kernels.SHARED_LAYOUT!r}>"
     options = {"maxnreg": kernels.LAUNCH_REGISTERS, "launch_pdl": True}
@@ -862,22 +865,22 @@ def test_exchange_between_gpus_compiles(types, per_unit, sums, sends_parts):
     assert "STS" not in compiled.asm["sass"]
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_two_shot_sum_compiles(size):
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_two_shot_sum_compiles(num_ranks):
     from nanovllm_kernels.collective import gluon_two_shot, policy
 
-    constants = PEER_SIZES | {"SIZE": size, "CHUNK_UNITS": policy.LARGE_CHUNK_UNITS, "PER_UNIT": 8}
+    constants = PEER_SIZES | {"SIZE": num_ranks, "CHUNK_UNITS": policy.LARGE_CHUNK_UNITS, "PER_UNIT": 8}
     constants["WARPS"] = policy.LARGE_CHUNK_UNITS // 32
     multiples = ("num_elements", "part_size")
     compiled = compile_kernel(gluon_two_shot._all_reduce, PEERS, constants, constants["WARPS"], multiples=multiples)
     check_peer_accesses(compiled, "v4.b32")
     assert "STS" not in compiled.asm["sass"]
     # With more than two ranks, ptxas spills some addresses.
-    assert size > 2 or not re.search(r"\b(STL|LDL)\b", compiled.asm["sass"])
+    assert num_ranks > 2 or not re.search(r"\b(STL|LDL)\b", compiled.asm["sass"])
 
 
 @pytest.mark.parametrize(
-    ("row_size", "row_units", "types", "size"),
+    ("row_size", "row_units", "types", "num_ranks"),
     [
         (4096, 512, {}, 2),
         (8192, 1024, {"residual_ptr": FLOAT}, 2),
@@ -886,11 +889,11 @@ def test_two_shot_sum_compiles(size):
         (576, 128, {"residual_ptr": FLOAT}, 2),
     ],
 )
-def test_sum_and_norm_of_gpus_compiles(row_size, row_units, types, size):
+def test_sum_and_norm_of_gpus_compiles(row_size, row_units, types, num_ranks):
     from nanovllm_kernels.collective import gluon_all_reduce_norm, policy
 
     num_warps = min(policy.MAX_NORM_WARPS, row_units // 32)
-    constants = PEER_SIZES | {"SIZE": size, "ROW_SIZE": row_size, "ROW_UNITS": row_units, "WARPS": num_warps}
+    constants = PEER_SIZES | {"SIZE": num_ranks, "ROW_SIZE": row_size, "ROW_UNITS": row_units, "WARPS": num_warps}
     constants |= {"PER_UNIT": 4 if "partial_ptr" in types else 8, "RESIDUAL": True}
     compiled = compile_kernel(gluon_all_reduce_norm._all_reduce_norm, PEERS | types, constants, num_warps)
     check_peer_accesses(compiled, "v4.b32")

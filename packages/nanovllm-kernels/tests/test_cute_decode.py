@@ -58,13 +58,13 @@ def check_tiles(batch, naive_attention):
     tile_queries = max_tile_queries(num_heads // num_kv_heads, batch.kv_cache.dtype)
     tiles = plan_tiles(batch.seq_lens, batch.query_start_loc, batch.max_query_len, tile_queries)
     sizes = (num_heads, num_kv_heads, head_dim, batch.q.device)
-    workspace = allocate_workspace(len(tiles.lens), *sizes, tile_queries=tile_queries)
+    workspace = allocate_workspace(len(tiles.visible_lens), *sizes, tile_queries=tile_queries)
     expected = naive_attention(batch)
     # The second run uses the counters that the first run left.
     for _ in range(2):
         out = torch.full(batch.q.shape, torch.nan, dtype=batch.q.dtype, device="cuda")
         paged_decode(
-            *(batch.q, batch.kv_cache, batch.kv_scales, batch.block_tables, tiles.lens),
+            *(batch.q, batch.kv_cache, batch.kv_scales, batch.block_tables, tiles.visible_lens),
             *(batch.scale, workspace, out),
             tiles=tiles.queries,
         )

@@ -1,6 +1,7 @@
-"""Tests block FP8 checkpoints against float32 twins: models of transformers with the same weights.
+"""Tests block FP8 checkpoints against float32 twins.
 
-The twin sums in another order, which may change a rounding to e4m3. Most of the many short prompts are unaffected.
+A twin is a model of the library `transformers` with the same weights. The twin sums in another order, which may change
+a rounding to e4m3. Most of the many short prompts are unaffected.
 """
 
 import json

@@ -17,7 +17,7 @@ OUTPUT_LEN, NUM_TOP = 6, 20
 
 
 class Scores(NamedTuple):
-    """start: the first position. Position p has the distribution after the first p + 1 tokens.
+    """start: the first position with scores. The scores at position p are those of the token at position p + 1.
 
     ids: int64 [positions, NUM_TOP + 1], the next token, then the likeliest tokens.
     logprobs: float32 [positions, NUM_TOP + 1]
@@ -39,11 +39,11 @@ class Run:
 
 @dataclass
 class Observation:
-    """The repeated run may use cached prefixes. The scored run computes whole prompts."""
+    """The repeated run may use cached prefixes. The prompt-scored run computes whole prompts."""
 
     first: Run
     repeated: Run
-    scored: Run
+    prompt_scored: Run
     stats: EngineStats
 
 

@@ -2,7 +2,7 @@
 
 The engine's cache is small, so most prefixes of returning conversations come from host memory and files. Meanwhile,
 files are damaged, the disk is full, the directory disappears, copies fail, and the engine is killed. Each answer must
-equal that of an engine without tiers. No engine may keep blocks. test_tier_faults.py runs a sample.
+equal the answer of an engine without tiers. An idle engine must hold no blocks. test_tier_faults.py runs a sample.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from nanovllm_core.execution import entry_copier
 from nanovllm_kernels.block_copy import BlockParts, scatter_blocks
 from nanovllm_models import load
 
-NUM_CONVERSATIONS, MAX_CONCURRENT, MAX_TOKENS, OUTPUT_LEN = 12, 5, 240, 8
+NUM_CONVERSATIONS, MAX_CONCURRENT, MAX_CONVERSATION_TOKENS, OUTPUT_LEN = 12, 5, 240, 8
 COMMON_SETTINGS = {"device": "cpu", "dtype": "float32", "block_size": 16, "max_num_seqs": MAX_CONCURRENT}
 TIER_SETTINGS = {"num_blocks": 40, "kv_offload_gib": 0.0004, "kv_offload_disk_gib": 0.0015}
 MAX_FAULT_INTERVAL_S = 0.1
@@ -90,7 +90,7 @@ class Conversation:
 
     def add_turn(self, rng: random.Random) -> None:
         turn = [rng.randrange(3, VOCAB) for _ in range(rng.randrange(3, 60))]
-        if len(self.tokens) + len(turn) + OUTPUT_LEN > MAX_TOKENS:
+        if len(self.tokens) + len(turn) + OUTPUT_LEN > MAX_CONVERSATION_TOKENS:
             self.tokens = []
         self.tokens += turn
 
@@ -106,7 +106,7 @@ class Campaign:
         self._engine: EngineClient | None = None
         self._process: EngineProcess | None = None
         self._is_serving = asyncio.Event()
-        self._seeds_without_turn: set[int] = set()
+        self._seeds_without_turn_since_start: set[int] = set()
         self.totals: Counter[str] = Counter()
 
     async def run(self, num_faults: int) -> None:
@@ -129,7 +129,7 @@ class Campaign:
         self._process = EngineProcess(TieredEngineRecipe(self._model, config))
         self._engine = await EngineClient.adopt(self._process)
         self._is_serving.set()
-        self._seeds_without_turn = {conversation.seed for conversation in self._conversations}
+        self._seeds_without_turn_since_start = {conversation.seed for conversation in self._conversations}
 
     async def _restart(self) -> None:
         self._is_serving.clear()
@@ -161,7 +161,7 @@ class Campaign:
             await asyncio.sleep(self._rng.random() * MAX_FAULT_INTERVAL_S)
             await self._inject_fault()
         found = await answering
-        self._seeds_without_turn -= {conversation.seed for conversation in conversations}
+        self._seeds_without_turn_since_start -= {conversation.seed for conversation in conversations}
         for conversation, (tokens, _), (found_tokens, num_cached) in zip(conversations, expected, found, strict=True):
             assert found_tokens == tokens, (
                 f"after {len(conversation.tokens)} tokens, {num_cached} of them cached, the answer is {found_tokens} "
@@ -184,7 +184,7 @@ class Campaign:
                 if engine is self._engine and self._is_serving.is_set():
                     raise
                 continue
-            if conversation.seed in self._seeds_without_turn:
+            if conversation.seed in self._seeds_without_turn_since_start:
                 self.totals["num_cached_tokens_after_restart"] += num_cached
             return tokens, num_cached
 

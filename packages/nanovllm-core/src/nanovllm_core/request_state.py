@@ -25,8 +25,9 @@ class Checkpoint(NamedTuple):
 class RequestStatus(Enum):
     """Tells what a request waits for. Preemption changes RUNNING to WAITING.
 
-    WAITING_KV: cached blocks are being fetched from another engine or loaded from host memory. A loaded request keeps
-        this status until it starts. After a fetch or a failed load, the request is WAITING again.
+    WAITING_KV: cached blocks are being fetched from another engine or loaded from host memory. After a load, the
+        request keeps this status until it starts. After a fetch, or if it can't use the loaded blocks, the request is
+        WAITING again.
     """
 
     WAITING_GRAMMAR = "waiting for its grammar"

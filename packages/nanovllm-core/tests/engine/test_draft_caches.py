@@ -26,9 +26,9 @@ METHODS = {
     "draft with errors": summing_spec(draft=summing_spec(error_interval=9)),
     "mtp": summing_spec(),
 }
-SHARES = (1, 0.6)
+PROPOSAL_RATES = (1, 0.6)
 CASES = [
-    (method, setting, SHARES[(method_index + setting_index) % 2])
+    (method, setting, PROPOSAL_RATES[(method_index + setting_index) % 2])
     for method_index, method in enumerate(METHODS)
     for setting_index, setting in enumerate(SETTINGS)
 ]
@@ -43,19 +43,19 @@ def make_prompts() -> list[list[int]]:
     ]
 
 
-def make_random_planner(share: float) -> Callable[..., object]:
-    """Returns a `DraftPlanner.plan_proposals` that proposes in only `share` of the steps, so that the cache lags."""
+def make_random_planner(proposal_rate: float) -> Callable[..., object]:
+    """Returns a `DraftPlanner.plan_proposals` that proposes in `proposal_rate` of the steps, so that the cache lags."""
     rng, plan_proposals = random.Random(2), DraftPlanner.plan_proposals
 
     def plan_at_random(*args, has_prompts: bool) -> object:
-        return plan_proposals(*args, has_prompts=has_prompts or rng.random() >= share)
+        return plan_proposals(*args, has_prompts=has_prompts or rng.random() >= proposal_rate)
 
     return plan_at_random
 
 
-@pytest.mark.parametrize(("method", "setting", "share"), CASES)
-async def test_drafts_are_right_if_no_cache_entry_is_wrong(method, setting, share, always_drafts, monkeypatch):
-    monkeypatch.setattr(DraftPlanner, "plan_proposals", make_random_planner(share))
+@pytest.mark.parametrize(("method", "setting", "proposal_rate"), CASES)
+async def test_drafts_are_right_if_no_cache_entry_is_wrong(method, setting, proposal_rate, always_drafts, monkeypatch):
+    monkeypatch.setattr(DraftPlanner, "plan_proposals", make_random_planner(proposal_rate))
     # An MTP head's cache entry of a token depends on the next token.
     # So the last entry of a cached block may be wrong for another request.
     settings = {"speculate": method.split()[0], "num_speculative_tokens": NUM_DRAFTS, "prefix_caching": method != "mtp"}
@@ -79,8 +79,8 @@ async def test_drafts_are_right_if_no_cache_entry_is_wrong(method, setting, shar
     if config.prefix_caching:
         assert stats.num_cached_prompt_tokens > 100
     verified, accepted = sum(stats.verified_drafts_by_position), sum(stats.accepted_drafts_by_position)
-    assert verified > share * NUM_REQUESTS * OUTPUT_LEN / 4
-    # After a preemption, the row keeps old drafts.
-    # The request's new blocks may have no space for the cache entries of these drafts.
+    assert verified > proposal_rate * NUM_REQUESTS * OUTPUT_LEN / 4
+    # After a preemption, the request's row may contain old drafts. If the request accepts an old draft for which its
+    # new blocks have no space, the draft's cache entry is missing, and later drafts may be wrong.
     is_always_right = method != "draft with errors" and setting != "preempted"
     assert accepted == verified if is_always_right else accepted > verified // 2

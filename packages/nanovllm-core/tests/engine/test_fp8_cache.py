@@ -60,7 +60,7 @@ def test_fp8_cache_changes_tokens(oracle, expected):
 
 
 @pytest.mark.parametrize(("kind", "itemsize"), [("auto", 4), ("fp8", 1)])
-def test_the_cache_takes_the_bytes_it_was_planned_with(toy_spec, kind, itemsize):
+def test_the_cache_has_the_planned_size(toy_spec, kind, itemsize):
     config = EngineConfig(device="cpu", num_blocks=20, max_model_len=64, kv_cache_dtype=kind)
     resolved = resolve(config, max_position=256, model_dtype=torch.float32, has_cuda=False)
     cache = start_runner(toy_spec(), resolved).cache

@@ -137,7 +137,7 @@ def test_unread_outputs_are_merged_into_one():
     buffers.dispatch(StepOutputs([9], [6]))
     assert buffer.take() == RequestOutput("a", (5,), 3, 2, 4, (logprobs[3],), "stop", 5, None, 1.5, 2, 1)
     assert buffer.take() is None
-    assert not buffers.close(9), "the request had already finished"
+    assert not buffers.close(9), "the finished request is still open"
     buffers.fail_all("gone")
     assert listener.failure is None
 

@@ -69,7 +69,7 @@ def test_same_scheduled_rows_reuse_the_inputs_unless_a_row_is_new():
     assert table.apply_plan(make_plan([0], [1], [True])).device_rows.table_rows.tolist() == [0]
 
 
-def test_a_slot_evicted_for_a_later_request_is_read_first():
+def test_state_slot_is_read_before_another_row_overwrites_it():
     table = RequestTable(4, 64, 16, 50, 1, torch.device("cpu"), has_recurrent_layers=True)
     new_rows = [
         NewRow(row, as_token_ids([1]), 1, 0, SamplingParams(), seed=0, stop_ids=(), state=NewState(slot, origin, ()))

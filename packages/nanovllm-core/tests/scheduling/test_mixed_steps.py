@@ -132,7 +132,7 @@ def test_prompts_are_served_beside_thousands_of_decodes():
     assert run_step(scheduler) == [1] * count + [BLOCK_SIZE]
 
 
-def test_prompts_without_computed_tokens_come_last_in_a_step():
+def test_new_prompts_of_several_tokens_come_last_in_a_step():
     scheduler = make_scheduler(16, prefix_caching=True)
     add_request(scheduler, 0, 3 * BLOCK_SIZE)
     run_step(scheduler)
@@ -148,14 +148,14 @@ def test_a_request_that_lacks_blocks_is_not_retried_before_enough_are_free(monke
     run_step(scheduler)
     add_request(scheduler, 1, 80 * BLOCK_SIZE)
     add_request(scheduler, 2, 70 * BLOCK_SIZE)
-    admitted_keys = []
+    attempted_keys = []
     admit = scheduler.caches[0].admit
     monkeypatch.setattr(
-        scheduler.caches[0], "admit", lambda request, **kw: admitted_keys.append(request.key) or admit(request, **kw)
+        scheduler.caches[0], "admit", lambda request, **kw: attempted_keys.append(request.key) or admit(request, **kw)
     )
     for _ in range(5):
         run_step(scheduler)
-    assert sorted(admitted_keys) == [1, 2]
+    assert sorted(attempted_keys) == [1, 2]
     scheduler.abort(0)
     assert run_step_by_key(scheduler) == {2: 70 * BLOCK_SIZE}
     scheduler.abort(2)

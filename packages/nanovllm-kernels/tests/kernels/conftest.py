@@ -1,4 +1,4 @@
-"""Runs the Triton kernels compiled on a GPU, or under Triton's interpreter if TRITON_INTERPRET=1 is set."""
+"""Runs the tested Triton kernels on a GPU, or in Triton's interpreter on the CPU if TRITON_INTERPRET=1 is set."""
 
 import os
 from pathlib import Path

@@ -11,13 +11,13 @@ TIMEOUT_S = 500
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@pytest.mark.parametrize(("size", "dtypes"), [(2, FLOATS), (3, (torch.bfloat16,))])
-def test_kernels_send_and_sum_in_the_interpreter(size, dtypes, tmp_path):
+@pytest.mark.parametrize(("num_ranks", "dtypes"), [(2, FLOATS), (3, (torch.bfloat16,))])
+def test_kernels_send_and_sum_in_the_interpreter(num_ranks, dtypes, tmp_path):
     if os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("needs Triton's interpreter")
     from interpreted_peers import check_interpreted
 
-    run_ranks(check_interpreted, size, "cpu", tmp_path, dtypes, timeout_s=TIMEOUT_S)
+    run_ranks(check_interpreted, num_ranks, "cpu", tmp_path, dtypes, timeout_s=TIMEOUT_S)
 
 
 @pytest.mark.gpu

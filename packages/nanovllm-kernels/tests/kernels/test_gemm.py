@@ -77,7 +77,7 @@ def test_odd_sizes_match_float64(device, num_columns, width, shape, monkeypatch)
         check(num_rows, num_columns, width, torch.float16, device, norm=True, bias=True, residual=True, gated=True)
 
 
-def test_float32_results_match_float64(device):
+def test_float32_output_of_float16_operands_matches_float64(device):
     check(2, 50, 64, torch.float16, device, norm=False, bias=False, residual=False, gated=False, float32_out=True)
 
 
@@ -112,7 +112,7 @@ def test_logits_of_split_float32_table_are_float32_exact(device, num_rows):
     torch.testing.assert_close(found.double(), expected, rtol=2**-23, atol=0)
 
 
-def check_split(num_rows, num_columns, width, dtype, device, *, bias, residual, residual_dtype=None):
+def check_split_k(num_rows, num_columns, width, dtype, device, *, bias, residual, residual_dtype=None):
     def draw(*shape, dtype=dtype):
         return torch.randn(shape, device=device).to(dtype)
 
@@ -135,10 +135,10 @@ def check_split(num_rows, num_columns, width, dtype, device, *, bias, residual, 
 
 
 @pytest.mark.parametrize(("num_rows", "has_addends"), [(9, False), (17, True), (70, True)])
-def test_small_split_products_match_float64(device, num_rows, has_addends):
+def test_small_split_k_products_match_float64(device, num_rows, has_addends):
     assert tiles.is_split_faster(64, 2048)
-    check_split(num_rows, 64, 2048, torch.float16, device, bias=has_addends, residual=has_addends)
-    check_split(
+    check_split_k(num_rows, 64, 2048, torch.float16, device, bias=has_addends, residual=has_addends)
+    check_split_k(
         num_rows, 64, 2048, torch.float16, device, bias=False, residual=has_addends, residual_dtype=torch.float32
     )
 
@@ -146,9 +146,9 @@ def test_small_split_products_match_float64(device, num_rows, has_addends):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("num_rows", [1, 9, 16, 17, 32, 40, 64, 65, 128, 129, 200, 256])
-def test_large_split_products_match_float64(device, dtype, num_rows):
+def test_large_split_k_products_match_float64(device, dtype, num_rows):
     for num_columns, width in [(1024, 2048), (1024, 3072), (576, 2560), (64, 8192)]:
-        check_split(num_rows, num_columns, width, dtype, device, bias=True, residual=True)
+        check_split_k(num_rows, num_columns, width, dtype, device, bias=True, residual=True)
 
 
 @pytest.mark.gpu

@@ -143,9 +143,9 @@ def test_every_key_block_is_in_exactly_one_part(
         return 1 < query_len < request_filter.query_limit and context >= request_filter.min_context
 
     num_short_queries = sum(query_len for query_len, context in queries_and_contexts if is_short(query_len, context))
-    lists_short_queries = num_short_queries < request_filter.query_limit
+    are_short_queries_listed = num_short_queries < request_filter.query_limit
     excluded_query_lens = [
-        query_len if query_len > 1 and not (is_short(query_len, context) and lists_short_queries) else 0
+        query_len if query_len > 1 and not (is_short(query_len, context) and are_short_queries_listed) else 0
         for query_len, context in queries_and_contexts
     ]
     for request in [request for request, count in enumerate(excluded_query_lens) if count][

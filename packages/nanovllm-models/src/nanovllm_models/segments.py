@@ -113,7 +113,7 @@ class SegmentEncoder:
     def encode(self, text: str, max_cached_tokens: int | None = None) -> NDArray[np.int32]:
         """Return the token ids of `text`: int32 [n], read-only.
 
-        max_cached_tokens: new segments of a text with more tokens are neither cached nor published; None for no limit.
+        max_cached_tokens: if `text` has more tokens, new segments are neither cached nor published; None for no limit.
         """
         # Parts with even indices are segments, which may be empty. The other parts are added tokens.
         parts = self._split(text)

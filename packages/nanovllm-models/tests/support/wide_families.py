@@ -150,7 +150,8 @@ GAINS: dict[str, dict[str, float]] = {
     "minimax_m2": {"o_proj.weight": 2.0},
     "deepseek_v3": {"o_proj.weight": 2.0, "experts.down_proj": 0.5},
 }
-# Experts have similar weights, because a rounding may change the chosen expert.
+# Rounding may change the chosen experts, so all experts have a common part of their weights. OWN_SHARE is the standard
+# deviation of an expert's own part, relative to the standard deviation of the whole weight.
 OWN_SHARE = 0.4
 LOGIT_STD = 2.0
 NUM_SUCCESSORS = 2
@@ -196,7 +197,10 @@ def _draw_weight(name: str, weight: Tensor, gains: dict[str, float]) -> None:
 
 
 def _draw_head(head: Tensor, embedding: Tensor) -> None:
-    """Give each token two likely successors. Otherwise rounding to bfloat16 would often swap the two largest logits."""
+    """Raise the logits of two successors of each token.
+
+    Otherwise the largest logits would often be so close that rounding to bfloat16 swaps them.
+    """
     vocab_size, hidden_size = head.shape
     head.normal_(0, LOGIT_STD / math.sqrt(hidden_size))
     for _ in range(NUM_SUCCESSORS):

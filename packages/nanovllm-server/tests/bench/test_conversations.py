@@ -31,7 +31,7 @@ SIZE_FLAGS = [
     "--cold-prompts=2",
     "--burst=5",
 ]
-# Numbers of requests of `returns` and `burst`: warm-up, conversations and cold prompts.
+# Numbers of requests of the cases `returns` and `burst`: warm-up requests + turns + cold prompts.
 NUM_REQUESTS = [2 + 4 * 3 + 2 * 2, 2 + 5 * 2 + 5]
 
 
@@ -155,9 +155,10 @@ async def test_only_a_burst_exceeds_the_concurrency(options, engine):
     engine.delay = 0.1
     sizes = replace(options.settings.sizes, output_len=1)
     await measure(replace(options, settings=replace(options.settings, sizes=sizes)))
-    num_before_burst = 3 + NUM_REQUESTS[0] + 2 + 5
-    assert max(num_active[:num_before_burst]) == 2
-    returning, cold = num_active[num_before_burst : num_before_burst + 5], num_active[num_before_burst + 5 :]
+    num_before_returning_burst = 3 + NUM_REQUESTS[0] + 2 + 5
+    assert max(num_active[:num_before_returning_burst]) == 2
+    returning = num_active[num_before_returning_burst : num_before_returning_burst + 5]
+    cold = num_active[num_before_returning_burst + 5 :]
     assert (max(returning), max(cold)) == (5, 5)
 
 

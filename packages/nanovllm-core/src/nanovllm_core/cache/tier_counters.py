@@ -9,11 +9,12 @@ from nanovllm_core.cache.host_memory import Direction
 class TierCounters:
     """Totals since the engine started.
 
-    num_bytes, copy_s: bytes of copies, and seconds from launch to end of their batches, by direction.
     num_loaded_tokens: number of tokens that were loaded from host memory and files.
     num_file_tokens: number of these tokens that were read from files.
     num_rejected_tokens: number of tokens that could have been loaded, but were faster to compute.
     wait_s: total seconds for which requests have waited for loads.
+    num_bytes: number of copied bytes, by `Direction`.
+    copy_s: sum of the seconds from the launch to the end of each batch of copies, by `Direction`.
     """
 
     num_loaded_tokens: int = 0

@@ -49,17 +49,17 @@ class Constraints:
     the token that the step samples after j drafts. Masks of entries after a draft assume that the draft will be
     accepted. If a mask forbids the draft, the entries after the draft need no masks.
 
-    num_masks: maximum number of masks of a step; 0 means `num_rows`.
+    max_masks: maximum number of masks of a step; 0 means `num_rows`.
     failures: entries that have no mask because the constraint failed, set by `fill_masks`.
     mask_buffer: the masks of the current step.
     """
 
-    def __init__(self, num_rows: int, vocab_size: int, device: torch.device, num_masks: int = 0):
+    def __init__(self, num_rows: int, vocab_size: int, device: torch.device, max_masks: int = 0):
         self.failures: list[GrammarFailure] = []
         self._constraint_by_row: dict[int, Constraint] = {}
         self._is_constrained = np.zeros(num_rows, np.bool_)
         self._num_mask_words = -(-vocab_size // 32)
-        self.mask_buffer = MaskBuffer(num_masks or num_rows, self._num_mask_words, device)
+        self.mask_buffer = MaskBuffer(max_masks or num_rows, self._num_mask_words, device)
         self._step_requests: list[ConstrainedRequest] = []
         self._mask_candidates: list[ConstrainedRequest] = []
         self._num_masks = 0
@@ -81,7 +81,7 @@ class Constraints:
             return 0
         rows, num_tokens, is_sampled = plan.scheduled
         sampling_rows = rows[is_sampled]
-        # In a step without drafts, a prompt's chunk has several tokens but one entry.
+        # In a step without drafts, a request may have several tokens of its prompt. These tokens are not drafts.
         nums_drafts = (num_tokens[is_sampled] - 1) * plan.shape.has_drafts
         for index in np.flatnonzero(self._is_constrained[sampling_rows]).tolist():
             num_drafts = int(nums_drafts[index])
@@ -175,13 +175,13 @@ class Constraints:
         masks: int32 [n, words], masks of `entry`.
         """
         continued_requests: list[ConstrainedRequest] = []
-        matched_drafts: list[tuple[Constraint, int]] = []
+        drafts_to_match: list[tuple[Constraint, int]] = []
         for request, mask in zip(requests, masks, strict=True):
             constraint = request.constraint
             if request.num_drafts <= entry or constraint.failure is not None:
                 continue
-            # A constraint that does not depend on the output ignores drafts. The host may not know the drafts of its
-            # row, because the host then did not wait for the previous step.
+            # Only a constraint that depends on the output uses drafts. If no constraint depends on the output, the host
+            # has not waited for the previous step, and may not know the drafts.
             if constraint.depends_on_output:
                 draft = _find_draft(request, entry)
                 if not allows_token(mask, draft):
@@ -190,9 +190,9 @@ class Constraints:
                     request = request._replace(constraint=constraint.fork())
                     self._forks.append((constraint, request.constraint))
                 if request.constraint.append_token(draft):
-                    matched_drafts.append((request.constraint, draft))
+                    drafts_to_match.append((request.constraint, draft))
             continued_requests.append(request)
-        self._matcher_calls.advance(matched_drafts)
+        self._matcher_calls.advance(drafts_to_match)
         return continued_requests
 
     def _apply_results(self, *, wait: bool) -> None:

@@ -76,8 +76,8 @@ class TokenChooser:
         self._parallel = parallel
         self._proposer = proposer
         num_rows = parallel.count_gathered(table.num_rows)
-        num_masks = max(num_rows, config.max_draft_step_tokens) if table.max_drafts else num_rows
-        self._constraints = Constraints(num_rows, table.vocab_size, table.device, num_masks)
+        max_masks = max(num_rows, config.max_draft_step_tokens) if table.max_drafts else num_rows
+        self._constraints = Constraints(num_rows, table.vocab_size, table.device, max_masks)
         self._gather_columns = compile_for_rows(gather_columns, min_rows=1) if config.compile else gather_columns
 
     def begin_step(self, plan: StepPlan) -> int:

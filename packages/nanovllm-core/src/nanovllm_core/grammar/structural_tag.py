@@ -1,6 +1,6 @@
 """Builds grammars as JSON in the notation of xgrammar 0.2.
 
-xgrammar calls such a grammar a structural tag, and the parts of the grammar formats.
+xgrammar calls such a grammar a structural tag. The parts of a structural tag are called formats.
 """
 
 from collections.abc import Iterable, Sequence

@@ -19,7 +19,7 @@ _NAME_AND_NEXT = re.compile(
     r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|'
     r'([A-Za-z_][\w.-]*)(?: (?:(?="(\\?[ -~])(?:\\.|[^"\\])*"(?![{*+?]))|(?=([A-Za-z_][\w.-]*)(?![\w.{*+?(-]))))?'
 )
-# The escapes in a literal that are one first character. Positions before other escapes are not merged.
+# If a literal begins with an escape, the position before the literal is merged only for these escapes.
 _SHORT_ESCAPES = frozenset(['\\"', "\\\\"])
 
 

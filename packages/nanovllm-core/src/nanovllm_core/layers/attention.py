@@ -25,7 +25,8 @@ class HeadLayout:
 
         If the ranks can't split the key-value heads evenly, the last ranks have additional heads with zero weights.
         If there are more ranks than key-value heads, several ranks have the same key-value head.
-        Raises ValueError if the ranks can't share the heads.
+        Raises ValueError in two cases, both with more ranks than key-value heads: the number of ranks is not a multiple
+        of `num_kv_heads`, or `num_heads` is not a multiple of the number of ranks.
         """
         kv_heads = parallel.own_groups(num_kv_heads, "num_key_value_heads")
         num_own_kv_heads = kv_heads.stop - kv_heads.start

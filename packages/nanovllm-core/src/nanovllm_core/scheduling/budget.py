@@ -13,8 +13,8 @@ MIN_MIXED_DECODE_STEPS = 4
 # _MAX_MARGIN and _MARGIN_PER_EXCESS times `StepTimeModel.mean_excess`.
 _MARGIN_PER_EXCESS = 6
 _MAX_MARGIN = 0.2
-# A GPU computes the attention of a chunk in rounds, each for the same number of queries. Two conditions make a chunk
-# drop its last round: more than _MAX_IDLE_SHARE of the capacity of its rounds would be idle, and attention takes at
+# A GPU computes the attention of a chunk in rounds, each for the same number of queries. A chunk drops its last round
+# if both are true: more than _MAX_IDLE_SHARE of the capacity of all its rounds would be idle, and attention takes at
 # least _MIN_ATTENTION_SHARE of the chunk's time.
 _MIN_ATTENTION_SHARE = 0.4
 _MAX_IDLE_SHARE = 0.2
@@ -77,8 +77,8 @@ class StepBudget:
         usable_share = 1 - min(_MARGIN_PER_EXCESS * self._model.mean_excess, _MAX_MARGIN)
         decode_step_s = self._model.decode_step_s
         self._limit_s = usable_share * limits.time_limit_s(num_decodes, decode_step_s)
-        # Time limit if a chunk other than the first leaves its prompt unfinished. This chunk delays prompts that finish
-        # in the step, so this limit may be lower than `_limit_s`.
+        # Time limit of the step if the chunks before the last chunk finish their prompts, and the last chunk does not.
+        # The last chunk delays the finished prompts, so this limit may be lower than `_limit_s`.
         self._unfinished_chunk_limit_s = min(self._limit_s, usable_share * limits.time_limit_s(1, decode_step_s))
         self._has_unfinished_prompt = False
 
@@ -132,8 +132,8 @@ class StepBudget:
     def _shorten_for_padding(self, start: int, num_tokens: int, limit_s: float) -> int:
         """Shorten a chunk until the padded step fits into `limit_s`.
 
-        Padding costs time in matrix products, not in attention. Returns the length of the longer of two chunks: the
-        longest chunk whose attention fits, and the longest chunk with which the step needs no padding.
+        Padding costs time in matrix products, not in attention. Returns the larger of two lengths: the maximum length
+        whose attention fits into the padded step, and the maximum length with which the step needs no padding.
         """
         work, padded_counts = self._work, self._limits.padded_token_counts
         step_tokens = work.num_tokens + num_tokens
@@ -152,7 +152,8 @@ class StepBudget:
         full_round_tokens = self._tokens_before_last_round(start, num_tokens)
         if num_tokens <= 0 or (is_first_chunk and full_round_tokens <= 0) or self._fits(start, num_tokens, limit_s):
             return num_tokens
-        # A partial round takes as long as a whole round, so leave the tokens to the next step.
+        # The chunk has only one round. The attention of a shorter chunk would take as long, so leave the chunk to a
+        # later step.
         if finishes_prompt and full_round_tokens <= 0:
             return 0
         first_end = start + full_round_tokens if is_first_chunk else start // self._chunk_unit * self._chunk_unit

@@ -160,12 +160,12 @@ class PromptScheduler:
             return groups
         num_running = {group: len(rows.running_rows(group)) for group in groups}
         max_running = min(num_running.values()) + MAX_GROUP_IMBALANCE
-        num_cached_tokens = self._cached_tokens_by_key[request.key]
+        cached_tokens_by_group = self._cached_tokens_by_key[request.key]
 
         def order(group: int) -> tuple[bool, int, bool, int, int]:
             num_free_blocks = self._caches[group].pool.num_free
             is_overloaded, is_full = num_running[group] > max_running, budgets[group].is_full
-            return is_overloaded, -num_cached_tokens[group], is_full, num_running[group], -num_free_blocks
+            return is_overloaded, -cached_tokens_by_group[group], is_full, num_running[group], -num_free_blocks
 
         return sorted(groups, key=order)
 

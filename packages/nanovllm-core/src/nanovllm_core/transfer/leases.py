@@ -1,4 +1,4 @@
-"""Leases entries of the host memory to other engines, one lease per fetch. All calls come from the engine's thread."""
+"""Grants other engines leases on entries of the host memory, one per fetch. All calls come from the engine's thread."""
 
 import time
 from collections.abc import Sequence
@@ -21,14 +21,18 @@ FIRST_REQUEST_KEY = 1 << 62
 # A fetch holds at most MAX_HELD_BYTES, and at most MAX_HELD_SHARE of the host memory. It may always hold one entry.
 MAX_HELD_BYTES = 256 << 20
 MAX_HELD_SHARE = 1 / 8
-# Maximum bytes of the entries in one update. Several threads hash and copy the updates of a large fetch.
+# Maximum bytes of an update with several entries. The limit splits a large fetch into several updates, so that several
+# threads hash and copy in parallel.
 MAX_UPDATE_BYTES = 16 << 20
 MAX_LEASES = 256  # further fetches find no entries
 
 
 class LeaseUpdate(NamedTuple):
-    """An update of a lease, for its client. number: the lease's number. entries, kinds: entries that are now held.
+    """An update of a lease, for its client.
 
+    number: the lease's number.
+    entries: entries that the lease newly holds.
+    kinds: the kind of each of these entries.
     num_missing: number of entries that the client does not get; None if more entries may follow.
     serve_s: seconds since the start of the lease.
     """

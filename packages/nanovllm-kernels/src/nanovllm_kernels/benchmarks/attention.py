@@ -15,8 +15,8 @@ from nanovllm_kernels.benchmarks.inputs import DTYPE, HEAD_DIM, NUM_HEADS, NUM_K
 from nanovllm_kernels.benchmarks.timing import COLD_BYTES, BenchmarkCase
 from nanovllm_kernels.platform import has_cute, has_flash_attention
 
-# Numbers of elements in DeepSeek-V3: unrotated and rotated part of a head's key, a head's value, and a latent (the
-# cached vector from which the keys and values of all heads are expanded).
+# Sizes in DeepSeek-V3, in elements. KEY_DIM, ROPE_DIM: the unrotated and the rotated part of a head's key.
+# VALUE_DIM: a head's value. LATENT_DIM: the cached vector from which the keys and values of all heads are expanded.
 KEY_DIM, ROPE_DIM, VALUE_DIM, LATENT_DIM = 128, 64, 128, 512
 
 

@@ -12,13 +12,13 @@ _WORD_DTYPES = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
 class BlockParts:
-    """Caches that each hold one part of every block. A row is the bytes of a block's parts, in the order of caches.
+    """Caches that each hold one part of every block. A row is the bytes of one block's parts, in the order of `caches`.
 
     caches: [num_blocks, ...] each, on one device, with contiguous blocks. Shapes and dtypes may differ.
     row_bytes: number of bytes of a row.
     word_dtype: dtype of words: the widest integer dtype, up to 8 bytes, in which all parts of blocks can be copied.
-    chunks: int64 [n, 4], (address in block 0, distance between consecutive blocks in words, index of the first word in
-        a row, number of words) of each chunk of a block. Empty on a CPU.
+    chunks: int64 [n, 4], one tuple per chunk of a block: (address of the chunk in block 0, distance between
+        consecutive blocks in words, index of the chunk's first word in a row, number of words). Empty on a CPU.
 
     Raises ValueError if the blocks of a cache are not contiguous.
     """

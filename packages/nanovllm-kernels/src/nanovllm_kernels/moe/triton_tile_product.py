@@ -5,10 +5,10 @@ import triton.language as tl
 
 
 @triton.jit
-def load_weight(weight_ptr, columns, ks, N: tl.constexpr, K: tl.constexpr):
-    """Load elements [n, k] of a weight [N, K], at `columns` [n] and `ks` [1, k]. Use 0 outside the weight."""
-    mask = (columns < N)[:, None] & (ks < K)
-    return tl.load(weight_ptr + columns[:, None].to(tl.int64) * K + ks, mask=mask, other=0.0)
+def load_weight(weight_ptr, weight_rows, ks, N: tl.constexpr, K: tl.constexpr):
+    """Load elements [n, k] of a weight [N, K], at `weight_rows` [n] and `ks` [1, k]. Use 0 outside the weight."""
+    mask = (weight_rows < N)[:, None] & (ks < K)
+    return tl.load(weight_ptr + weight_rows[:, None].to(tl.int64) * K + ks, mask=mask, other=0.0)
 
 
 @triton.jit

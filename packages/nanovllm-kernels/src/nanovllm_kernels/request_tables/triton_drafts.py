@@ -101,10 +101,11 @@ def _verify_drafts(
     COUNTS_TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Verify the drafts of one request per program. Skip requests without tokens: several may have the same row."""
+    """Verify the drafts of one request per program."""
     request = tl.program_id(0)
     start = tl.load(query_start_loc_ptr + request)
     num_drafts = tl.load(query_start_loc_ptr + request + 1) - start - 1
+    # Other requests may have the same row as a request without tokens, so do not change this row.
     if num_drafts < 0:
         tl.store(num_new_ptr + request, 0)
         return

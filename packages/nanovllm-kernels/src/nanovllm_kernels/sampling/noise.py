@@ -15,7 +15,8 @@ TOKEN_MULTIPLIER = -1640531535  # 0x9E3779B1 as int32
 INNER_HASH_MULTIPLIER = 569420461  # 0x21F0AAAD
 FINAL_HASH_MULTIPLIER = -749064809  # 0xD35A2D97
 
-# Clears the sign and bit 7. With bit 7, float32 would round 2^31 - 1 up to 2^31, and the exponential draw be infinite.
+# Clears the sign and bit 7. If bit 7 could be set, float32 would round the largest integers up to 2^31. Exponential
+# draws from 2^31 would be infinite.
 UNIFORM_MASK = 0x7FFFFF7F
 # A uniform number is masked bits * UNIFORM_SCALE + UNIFORM_OFFSET.
 UNIFORM_SCALE = 2.0**-31

@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from nanovllm_core.engine.thread_names import is_engine_thread_alive
 
     if is_engine_thread_alive():
-        # A rank has failed, and a normal exit would wait for the GPU forever.
+        # A rank has failed, and the engine's thread waits for a GPU. A normal exit would wait for this thread forever.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(exit_status)

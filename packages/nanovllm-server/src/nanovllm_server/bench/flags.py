@@ -24,8 +24,8 @@ API_KEY_VARIABLE = "NANOVLLM_API_KEY"
 DEFAULT_URL = "http://127.0.0.1:8000/v1"
 PEERS = ("vllm", "transformers", "llamacpp", "none")  # A peer is the engine to compare to.
 THROUGHPUT_DEFAULT_LENGTHS = IntegerRange(100, 1024)
-# Fields of `EngineConfig` that have a flag. The shared settings also apply to the peer. The settings of speculation
-# also apply to the peer vLLM.
+# Fields of `EngineConfig` that have a flag. Every peer also gets the shared settings. The peer vLLM also gets
+# `speculate`, `num_speculative_tokens` and `acceptance_length`.
 SHARED_ENGINE_SETTINGS = (
     *("device", "dtype", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization"),
     *("state_dtype", "tensor_parallel_size", "expert_parallel"),
@@ -85,7 +85,8 @@ def build_parser() -> argparse.ArgumentParser:
     _add_server_flags(grammars)
     add = grammars.add_argument
     repeat_help = (
-        "rounds of three mixes: no schemas; half of the streams follow a schema; and new schemas compile meanwhile"
+        "rounds; each measures streams without schemas, streams of which half follow a schema, and the latter streams "
+        "while new schemas compile"
     )
     add("--streams", type=integer_at_least_2, default=64, help="simultaneous streams in each mix")
     add("--output-len", type=integer_at_least_2, default=256, help="tokens of each answer")
@@ -105,8 +106,10 @@ def build_parser() -> argparse.ArgumentParser:
     add("--clients", type=integer_at_least_1, default=64, help="simultaneous clients")
     add("--max-prompt-words", type=integer_at_least_2, default=500, help="words of the longest valid prompt")
     add("--minutes", type=minutes, default=30.0, help="time of the traffic, including the warm-up")
-    add("--warm-up-minutes", type=minutes, default=10.0, help="longest time before memory is measured")
-    add("--flat-seconds", type=seconds, default=60.0, help="end each warm-up phase after this time of flat memory")
+    add("--warm-up-minutes", type=minutes, default=10.0, help="start to measure memory after this time at the latest")
+    add(
+        "--flat-seconds", type=seconds, default=60.0, help="end a warm-up phase when memory has been flat for this time"
+    )
     add("--sample-interval", type=seconds, default=2.0, metavar="SECONDS", help="time between samples of memory")
     add(
         "--max-growth",
@@ -167,7 +170,7 @@ def _add_offline_flags(parser: argparse.ArgumentParser, *, temperature: float) -
     env_help = "variable of the peer's environment; may be repeated"
     add("--peer-env", type=assignment, action="append", default=[], metavar="KEY=VALUE", help=env_help)
     add = parser.add_argument_group("peer llamacpp").add_argument
-    weights_help = "file type to which llama.cpp converts the weights of the GGUF file"
+    weights_help = "llama.cpp converts the weights of the GGUF file to this type"
     add("--peer-weights", choices=("F16", "BF16", "Q8_0", "F32"), default="F16", help=weights_help)
     add("--peer-gguf", type=Path, metavar="FILE", help="the model as a GGUF file; not needed for the default model")
 

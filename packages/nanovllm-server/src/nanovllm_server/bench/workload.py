@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from random import Random
 
-# Largest token id in `random_requests`. By default, `throughput` has the workload of nano-vllm's benchmark.
+# Largest token id in `random_requests` and in nano-vllm's benchmark. The command `throughput` has the workload of this
+# benchmark by default.
 MAX_TOKEN_ID = 10_000
 
 # Each of these words, after a space, is one token in the vocabularies of GPT-2, Llama, Qwen and their descendants. The

@@ -70,7 +70,7 @@ def constrain(
     if tools is None or call_format is None or not (tools.needs_grammar or answer_rule is not None):
         if answer_rule is None:
             return None
-        spec = _answer_spec(answer_rule)
+        spec = _content_spec(answer_rule)
         field_grammars, unused_grammars = ((answer_rule.path, spec),), ()
         if reasoning_state == "closed":
             return _with_checked_size(AnswerConstraint(spec, field_grammars, (), calls_only_at_start=False))
@@ -83,14 +83,14 @@ def constrain(
             for function in functions
             if function.is_enforced
         )
-        answer_grammars = () if answer_rule is None else ((answer_rule.path, _answer_spec(answer_rule)),)
+        answer_grammars = () if answer_rule is None else ((answer_rule.path, _content_spec(answer_rule)),)
         if tools.mode != "auto":
             field_grammars, unused_grammars = function_grammars, answer_grammars
         elif isinstance(answer_rule, TagAnswer):
             field_grammars, unused_grammars = answer_grammars, function_grammars
         else:
             field_grammars, unused_grammars = function_grammars + answer_grammars, ()
-    spec = _structural_tag_spec(sequence(*_reasoning_tags(model_format, reasoning_state, call_format), content))
+    spec = _structural_tag_spec(sequence(*_reasoning_grammars(model_format, reasoning_state, call_format), content))
     return _with_checked_size(AnswerConstraint(spec, field_grammars, unused_grammars, calls_only_at_start))
 
 
@@ -111,7 +111,7 @@ def _content_and_calls_format(
             return either([calls_grammar(call_format, functions, max_calls), _content_grammar(answer_rule)]), True
 
 
-def _reasoning_tags(
+def _reasoning_grammars(
     model_format: ModelFormat, reasoning_state: ReasoningState, call_format: ToolCallFormat | None
 ) -> Iterator[TagFormat]:
     reasoning_format = model_format.chat_format.reasoning
@@ -137,7 +137,7 @@ def _content_grammar(answer_rule: AnswerRule) -> TagFormat:
             return tag_format
 
 
-def _answer_spec(answer_rule: AnswerRule) -> GrammarSpec:
+def _content_spec(answer_rule: AnswerRule) -> GrammarSpec:
     match answer_rule:
         case JsonAnswer(path, schema):
             return _json_spec(schema, path)

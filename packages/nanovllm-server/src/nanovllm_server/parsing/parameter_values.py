@@ -12,9 +12,10 @@ PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 
 
 def to_object_json(value: str | None) -> str | None:
-    """Converts the arguments of a call to the JSON text of an object. Returns None for other values.
+    """Converts the arguments of a call to the JSON text of an object.
 
     value: JSON text of an object, of a string that contains an object's JSON text, or of null, which becomes {}.
+    Returns None for any other value.
     """
     if value is None or value == "null":
         return value and "{}"

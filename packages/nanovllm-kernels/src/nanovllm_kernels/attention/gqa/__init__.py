@@ -113,8 +113,8 @@ def _plan_cute_decodes(
     if has_few_queries:
         tile_queries = cute_decode.max_tile_queries(group_size, kv_cache.dtype)
         tiles = cute_decode.plan_tiles(batch.seq_lens, batch.query_start_loc, batch.max_query_len, tile_queries)
-        workspace = cute_decode.allocate_workspace(len(tiles.lens), *sizes, tile_queries=tile_queries)
-        return replace(batch, cute_seq_lens=tiles.lens, cute_tiles=tiles.queries, cute_workspace=workspace)
+        workspace = cute_decode.allocate_workspace(len(tiles.visible_lens), *sizes, tile_queries=tile_queries)
+        return replace(batch, cute_seq_lens=tiles.visible_lens, cute_tiles=tiles.queries, cute_workspace=workspace)
     decode_lens = _find_decode_lens(batch.seq_lens, batch.query_start_loc, num_decodes, batch.max_query_len)
     return replace(
         batch, cute_seq_lens=decode_lens, cute_workspace=cute_decode.allocate_workspace(len(decode_lens), *sizes)

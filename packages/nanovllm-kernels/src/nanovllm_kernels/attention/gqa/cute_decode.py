@@ -54,11 +54,11 @@ class DecodeWorkspace(NamedTuple):
 class QueryTiles(NamedTuple):
     """Holds the tiles of B requests, R tiles per request. A tile may have no queries.
 
-    lens: int32 [B * R], number of tokens that the tile's last query sees, 0 for a tile without queries.
+    visible_lens: int32 [B * R], number of tokens that the tile's last query sees, 0 for a tile without queries.
     queries: int32 [B * R, 2], pairs (row of the tile's first query, number of queries).
     """
 
-    lens: Tensor
+    visible_lens: Tensor
     queries: Tensor
 
 
@@ -97,8 +97,8 @@ def plan_tiles(seq_lens: Tensor, query_start_loc: Tensor, max_query_len: int, ti
     starts, query_lens = query_start_loc[:-1, None], query_start_loc.diff()[:, None]
     first_queries = torch.arange(0, num_tiles * tile_queries, tile_queries, dtype=torch.int32, device=seq_lens.device)
     num_queries = (query_lens - first_queries).clamp_(0, tile_queries)
-    lens = torch.where(num_queries > 0, seq_lens[:, None] - query_lens + first_queries + num_queries, 0)
-    return QueryTiles(lens.view(-1), torch.stack((starts + first_queries, num_queries), 2).view(-1, 2))
+    visible_lens = torch.where(num_queries > 0, seq_lens[:, None] - query_lens + first_queries + num_queries, 0)
+    return QueryTiles(visible_lens.view(-1), torch.stack((starts + first_queries, num_queries), 2).view(-1, 2))
 
 
 def allocate_workspace(
@@ -133,7 +133,8 @@ def paged_decode(
         heads. This step's keys and values are already written.
     kv_scales: uint8 [N, 2 * Hkv, P], contiguous, for a float8_e4m3fn cache (see `fp8`), else None.
     block_tables: int32 [B, max_blocks], rows contiguous; entries past a request's length are not read.
-    seq_lens: int32 [B], number of tokens of each request. If `tiles` is not None: `QueryTiles.lens`, int32 [B * R].
+    seq_lens: int32 [B], number of tokens of each request. If `tiles` is not None: int32 [B * R],
+        `QueryTiles.visible_lens`.
     scale: positive factor of the query-key products.
     out: contiguous [T, Hq, D] in q's dtype.
     tiles: `QueryTiles.queries`; tiles have up to `max_tile_queries` queries. None: row b is the only query of

@@ -30,8 +30,8 @@ class AttentionBatch:
     torch_plan: groups of requests for the backend "torch", which copies the cached tokens of a group together.
     narrow_work: work list (equal shares of attention work) for Triton, in tiles of few queries.
     wide_work: work list for Triton, in tiles of many queries.
-    cute_seq_lens: int32 [n], `QueryTiles.lens` if `cute_tiles` is set. Otherwise the number of tokens of each request
-        with one query, and 0 for other requests.
+    cute_seq_lens: int32 [n], `QueryTiles.visible_lens` if `cute_tiles` is set. Otherwise the number of tokens of each
+        request with one query, and 0 for other requests.
     cute_tiles: `QueryTiles.queries`, if the CuTe DSL kernel computes all requests. None: the kernel computes only
         requests with one query.
     num_absorbed_tokens: int32 [1], number of leading tokens that may need attention over latents (absorbed attention).

@@ -94,8 +94,8 @@ def _plan_work(
 ):
     """Write the work list. Search steps are iterations of a binary search. Arguments: see `work_list._plan_work_op`."""
     lanes = tl.arange(0, BLOCK)
-    # Count the queries of candidates: requests with few queries and a long context. If candidates have at least
-    # `query_limit` queries in total, a limit of 0 excludes all requests with several queries.
+    # Count the queries of candidates: requests with few queries and a long context. If the candidates have at
+    # least `query_limit` queries in total, set `query_limit` to 0, which excludes the candidates too.
     num_candidate_queries = 0
     for first in tl.range(0, num_reqs, BLOCK):
         requests = first + lanes

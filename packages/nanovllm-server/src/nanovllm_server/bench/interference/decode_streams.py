@@ -52,7 +52,7 @@ class DecodeStreams:
         return time.perf_counter()
 
     async def wait_for_pieces_after(self, moment: float) -> None:
-        """Waits until each running stream has a piece after `moment`, so that gaps around `moment` have an end."""
+        """Waits until each running stream has a piece after `moment`. The stream's gap at `moment` then has an end."""
 
         def has_stream_without_later_piece() -> bool:
             streams = zip(self._tasks, self._piece_times_by_stream, strict=True)
