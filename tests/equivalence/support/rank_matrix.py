@@ -62,6 +62,7 @@ def write_tiny_checkpoint(name: str, path: Path, num_ranks: int = 2) -> None:
 
 
 def add_heads(tiny: TinyModel, num_ranks: int) -> TinyModel:
+    """Returns a model with at least one head per rank. For one or two ranks, the model is unchanged."""
     fields = dict(tiny.fields)
     if num_ranks > COMMON["num_attention_heads"]:
         fields |= {"num_attention_heads": num_ranks, "hidden_size": HEAD_SIZE * num_ranks}

@@ -14,7 +14,7 @@ CASE_NAMES = (
     "turn",
     "turns-beside-decodes",
 )
-# Headings of the flags, which name the cases that use the sizes below.
+# Headings above the flags in --help. A heading names the cases that use the sizes under it.
 _LONG, _TURNS = "long-alone and short-beside-long", "turn and turns-beside-decodes"
 _DECODES, _ARRIVALS = "decodes-beside-long and decodes-beside-arrivals", "decodes-beside-arrivals"
 
