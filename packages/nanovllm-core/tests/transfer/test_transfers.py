@@ -38,7 +38,7 @@ from nanovllm_core.engine.trace import TRACK_IDS
 from nanovllm_core.transfer import leases, prefix_client, prefix_server
 from nanovllm_core.transfer.fetch_times import FetchTimes
 from nanovllm_core.transfer.fetches import FetchOutcome
-from nanovllm_core.transfer.messages import Fetch
+from nanovllm_core.transfer.messages import Fetch, FetchEnd
 from nanovllm_core.transfer.prefix_client import PeerConnection
 
 pytestmark = pytest.mark.background
@@ -493,7 +493,16 @@ async def test_a_grammar_constrains_the_answer_to_a_fetched_prompt(secret, vette
         assert outcomes_of(engine) == {"fetched": 1}
 
 
-async def test_the_trace_has_a_span_for_each_fetch(secret, tmp_path):
+@pytest.mark.parametrize("is_last_message_lost", [False, True])
+async def test_the_trace_has_a_span_for_each_fetch(is_last_message_lost, secret, tmp_path, monkeypatch):
+    send = prefix_server.PrefixServer._send
+
+    def lose_last_message(server, client, message, *payloads):
+        if not isinstance(message, FetchEnd):
+            send(server, client, message, *payloads)
+
+    if is_last_message_lost:
+        monkeypatch.setattr(prefix_server.PrefixServer, "_send", lose_last_message)
     async with start_pair(secret, decode={"trace": tmp_path / "trace.json"}) as (_, engine):
         await generate(engine, make_prompt(0))
     events = [json.loads(line.rstrip(",")) for line in (tmp_path / "trace.json").read_text().splitlines()[1:]]

@@ -63,7 +63,7 @@ class PrefixFetch:
     positions_with_draft_entries: entries that include the draft model's entries.
     late_positions: entries whose copies were in progress when the fetch ended. Their slots are held until the copies
         end.
-    peer_s: seconds that the peer needed.
+    peer_s: seconds from the arrival of the fetch at the peer until the entries were ready there.
     """
 
     request: RequestState

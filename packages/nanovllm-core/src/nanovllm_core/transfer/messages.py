@@ -8,7 +8,7 @@ from typing import NamedTuple
 import msgspec
 
 # Change this number whenever messages change their meaning.
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
@@ -105,17 +105,21 @@ class ReadyEntry(NamedTuple):
 
 
 class Entries(msgspec.Struct, frozen=True, tag=True):
-    """Entries that are ready. With the carrier "tcp", frames with their bytes follow."""
+    """Entries that are ready. With the carrier "tcp", frames with their bytes follow.
+
+    serve_s: seconds from the arrival of the fetch at the server until the entries were ready.
+    """
 
     key: int
     entries: list[ReadyEntry]
+    serve_s: float
 
 
 class FetchEnd(msgspec.Struct, frozen=True, tag=True):
     """Tells the client how many entries of a fetch the server sends. Messages with entries may arrive later.
 
     reason: why entries are missing; empty if all entries are sent.
-    serve_s: seconds from the arrival of the fetch at the server to its last entry.
+    serve_s: seconds from the arrival of the fetch at the server until the server had served it.
     """
 
     key: int

@@ -58,6 +58,10 @@ class _OpenFetch:
     num_sent: int | None = None
     failed_positions: set[int] = field(default_factory=set[int])
 
+    def record_serve_time(self, serve_s: float) -> None:
+        """Record the time that a message states. Messages may be reordered, so the latest time counts."""
+        self.fetch.peer_s = max(self.fetch.peer_s, serve_s)
+
 
 class PeerConnection:
     """The connection to one engine. is_ready: whether fetches can start. Any thread may read `is_ready`.
@@ -212,11 +216,12 @@ class PeerConnection:
                     self._accept_welcome(message)
                 case Refused(reason):
                     self._mark_down(f"engine {self._address} can't share KV blocks with this engine: {reason}")
-                case Entries(key, entries):
-                    self._start_copies(key, entries, [frame.buffer for frame in frames[1:]])
+                case Entries():
+                    self._start_copies(message, [frame.buffer for frame in frames[1:]])
                 case FetchEnd(key, num_sent, _, serve_s):
                     if (open_fetch := self._fetches.get(key)) is not None:
-                        open_fetch.num_sent, open_fetch.fetch.peer_s = num_sent, serve_s
+                        open_fetch.num_sent = num_sent
+                        open_fetch.record_serve_time(serve_s)
                         self._end_if_complete(open_fetch)
 
     def _accept_welcome(self, welcome: Welcome) -> None:
@@ -241,18 +246,19 @@ class PeerConnection:
             if key in self._fetches:
                 self._fetches[key].heard_s = time.monotonic()
 
-    def _start_copies(self, key: int, entries: Sequence[ReadyEntry], payloads: Sequence[memoryview]) -> None:
-        open_fetch, carrier = self._fetches.get(key), self._carrier
+    def _start_copies(self, message: Entries, payloads: Sequence[memoryview]) -> None:
+        open_fetch, carrier = self._fetches.get(message.key), self._carrier
         if open_fetch is None or carrier is None:
-            self._send(Cancel(key))
+            self._send(Cancel(message.key))
             return
         open_fetch.heard_s, fetch = time.monotonic(), open_fetch.fetch
-        has_payloads = len(payloads) == len(entries)
+        open_fetch.record_serve_time(message.serve_s)
+        has_payloads = len(payloads) == len(message.entries)
         new_entries: list[ReadyEntry] = []
         copies: list[PeerCopy] = []
         # Skip entries of a message that arrives twice. If their first copy failed, this engine computes the entries.
         known_positions = fetch.copying_positions | fetch.arrived_positions | open_fetch.failed_positions
-        for index, entry in enumerate(entries):
+        for index, entry in enumerate(message.entries):
             if 0 <= entry.position < len(fetch.entries) and entry.position not in known_positions:
                 known_positions.add(entry.position)
                 kind, _, target_slot = fetch.entries[entry.position]

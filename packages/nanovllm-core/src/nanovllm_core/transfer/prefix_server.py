@@ -147,7 +147,8 @@ class PrefixServer:
             entries = [
                 entry._replace(checksum=checksum) for entry, checksum in zip(update.entries, checksums, strict=True)
             ]
-            self._send(lease.client, Entries(lease.key, entries), slots if lease.carrier == "tcp" else ())
+            payloads = slots if lease.carrier == "tcp" else ()
+            self._send(lease.client, Entries(lease.key, entries, update.serve_s), payloads)
         if update.num_missing is not None:
             reason = f"{update.num_missing} of {lease.num_entries} entries are missing" if update.num_missing else ""
             num_sent = lease.num_entries - update.num_missing
