@@ -16,7 +16,7 @@ from nanovllm_server.engine_flags import (
     find_draft_model_error,
     make_engine_config,
 )
-from nanovllm_server.flag_types import integer_in_range, seconds
+from nanovllm_server.flag_types import integer_in_range, positive_number
 
 if TYPE_CHECKING:
     from nanovllm_server.settings import Settings
@@ -104,11 +104,14 @@ def make_parser() -> argparse.ArgumentParser:
         help="memory for large bodies in each HTTP worker; further bodies wait; default: twice --max-body-mib",
     )
     http.add_argument(
-        "--request-timeout", type=seconds, metavar="SECONDS", help="time limit of a request; a longer one gets a 504"
+        "--request-timeout",
+        type=positive_number,
+        metavar="SECONDS",
+        help="time limit of a request; a longer one gets a 504",
     )
     http.add_argument(
         "--drain-timeout",
-        type=seconds,
+        type=positive_number,
         default=30.0,
         metavar="SECONDS",
         help="time for running requests to end when the server stops",
@@ -118,7 +121,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     http.add_argument(
         "--worker-timeout",
-        type=seconds,
+        type=positive_number,
         default=10.0,
         metavar="SECONDS",
         help="an HTTP worker that does not respond for this time is replaced",

@@ -17,7 +17,7 @@ def integer_in_range(low: int, high: int | None = None) -> Callable[[str], int]:
     return integer
 
 
-def seconds(text: str) -> float:
+def positive_number(text: str) -> float:
     """Parses a finite number above 0."""
     value = float(text)
     if not (math.isfinite(value) and value > 0):

@@ -17,14 +17,6 @@ def integer_range(text: str) -> IntegerRange:
     return bounds
 
 
-def minutes(text: str) -> float:
-    """Parses a finite number of minutes above 0."""
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError("must be above 0 and finite")
-    return value
-
-
 def request_rate(text: str) -> float | None:
     """Parses a number of requests per second. Returns None for `inf`, which sends all requests at once."""
     value = float(text)

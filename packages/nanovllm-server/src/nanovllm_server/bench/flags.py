@@ -10,7 +10,6 @@ from nanovllm_server.bench.argument_types import (
     integer_at_least_1,
     integer_at_least_2,
     integer_range,
-    minutes,
     request_rate,
 )
 from nanovllm_server.bench.conversations import conversation_flags
@@ -18,7 +17,7 @@ from nanovllm_server.bench.interference import interference_flags
 from nanovllm_server.bench.speculation import speculation_flags
 from nanovllm_server.bench.workload import IntegerRange
 from nanovllm_server.engine_flags import add_draft_model_flag, add_engine_flags
-from nanovllm_server.flag_types import seconds
+from nanovllm_server.flag_types import positive_number
 
 API_KEY_VARIABLE = "NANOVLLM_API_KEY"
 DEFAULT_URL = "http://127.0.0.1:8000/v1"
@@ -105,12 +104,22 @@ def build_parser() -> argparse.ArgumentParser:
     add("--server-pid", type=integer_at_least_1, required=True, help="process id of nanovllm-server; Linux only")
     add("--clients", type=integer_at_least_1, default=64, help="simultaneous clients")
     add("--max-prompt-words", type=integer_at_least_2, default=500, help="words of the longest valid prompt")
-    add("--minutes", type=minutes, default=30.0, help="time of the traffic, including the warm-up")
-    add("--warm-up-minutes", type=minutes, default=10.0, help="start to measure memory after this time at the latest")
+    add("--minutes", type=positive_number, default=30.0, help="time of the traffic, including the warm-up")
     add(
-        "--flat-seconds", type=seconds, default=60.0, help="end a warm-up phase when memory has been flat for this time"
+        "--warm-up-minutes",
+        type=positive_number,
+        default=10.0,
+        help="start to measure memory after this time at the latest",
     )
-    add("--sample-interval", type=seconds, default=2.0, metavar="SECONDS", help="time between samples of memory")
+    add(
+        "--flat-seconds",
+        type=positive_number,
+        default=60.0,
+        help="end a warm-up phase when memory has been flat for this time",
+    )
+    add(
+        "--sample-interval", type=positive_number, default=2.0, metavar="SECONDS", help="time between samples of memory"
+    )
     add(
         "--max-growth",
         type=float,

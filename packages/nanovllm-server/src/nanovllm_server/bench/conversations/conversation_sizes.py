@@ -6,7 +6,7 @@ from random import Random
 
 from nanovllm_server.bench.argument_types import integer_at_least_1, integer_at_least_2
 from nanovllm_server.bench.server_cases.workload_sizes import WorkloadSizes, size_field
-from nanovllm_server.flag_types import seconds
+from nanovllm_server.flag_types import positive_number
 
 CASE_NAMES = ("returns", "burst")
 # Functions that draw a think time (the pause before a turn). Arguments: random generator, mean in seconds.
@@ -27,7 +27,7 @@ class ConversationSizes(WorkloadSizes):
     turn_len: int = size_field(_ALL, integer_at_least_1, 400, "prompt tokens of each later user message")
     output_len: int = size_field(_ALL, integer_at_least_1, 64, "tokens of each answer")
     think_time_s: float = size_field(
-        _ALL, seconds, 10.0, "mean pause of a conversation before each turn; pause before a burst", metavar="S"
+        _ALL, positive_number, 10.0, "mean pause of a conversation before each turn; pause before a burst", metavar="S"
     )
     concurrency: int = size_field(
         _ALL, integer_at_least_1, 16, "maximum number of simultaneous requests, except in a burst"

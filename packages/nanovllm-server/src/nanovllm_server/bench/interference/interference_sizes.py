@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from nanovllm_server.bench.argument_types import finite_rates, integer_at_least_1, integer_at_least_2
 from nanovllm_server.bench.server_cases.workload_sizes import WorkloadSizes, size_field
-from nanovllm_server.flag_types import seconds
+from nanovllm_server.flag_types import positive_number
 
 CASE_NAMES = (
     "long-alone",
@@ -34,7 +34,7 @@ class InterferenceSizes(WorkloadSizes):
     stream_len: int = size_field(
         _DECODES, integer_at_least_2, 4096, "maximum tokens of each decoding stream, in all cases"
     )
-    baseline_s: float = size_field(_DECODES, seconds, 2.0, "time that the streams decode alone", metavar="S")
+    baseline_s: float = size_field(_DECODES, positive_number, 2.0, "time that the streams decode alone", metavar="S")
     prompt_len: int = size_field(
         _DECODES, integer_at_least_1, 30_000, "tokens of each prompt that arrives while the streams decode"
     )
@@ -44,7 +44,7 @@ class InterferenceSizes(WorkloadSizes):
     arrival_rates: tuple[float, ...] = size_field(
         _ARRIVALS, finite_rates, (0.0, 0.5, 1.0), "prompts per second, one run per rate", metavar="RATE,..."
     )
-    arrival_period_s: float = size_field(_ARRIVALS, seconds, 20.0, "time in which prompts arrive", metavar="S")
+    arrival_period_s: float = size_field(_ARRIVALS, positive_number, 20.0, "time in which prompts arrive", metavar="S")
     turn_conversations: int = size_field(_TURNS, integer_at_least_1, 5, "conversations of the case turn")
     conversations: int = size_field(_TURNS, integer_at_least_1, 20, "conversations of the case turns-beside-decodes")
     conversation_len: int = size_field(_TURNS, integer_at_least_1, 32_000, "cached tokens of a conversation")
@@ -53,7 +53,7 @@ class InterferenceSizes(WorkloadSizes):
     turn_streams: int = size_field(_TURNS, integer_at_least_1, 32, "decoding streams of the case turns-beside-decodes")
     turn_interval_ms: float = size_field(
         _TURNS,
-        seconds,
+        positive_number,
         100.0,
         "time between turns in the second part of turns-beside-decodes, whose first part sends all turns at once",
         metavar="MS",

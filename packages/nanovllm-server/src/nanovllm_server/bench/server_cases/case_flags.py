@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from nanovllm_server.bench.argument_types import integer_at_least_1
 from nanovllm_server.bench.server_cases.workload_sizes import WorkloadSizes
-from nanovllm_server.flag_types import seconds
+from nanovllm_server.flag_types import positive_number
 
 if TYPE_CHECKING:
     from nanovllm_server.bench.server_cases.case_client import ServerUnderTest
@@ -57,7 +57,7 @@ def add_flags(
     add("--model", dest="served_model", help="requested model; by default, each server's first model")
     add("--seed", type=int, help="selects all texts and times; without a seed, every run has new ones")
     add("--temperature", type=float, default=0.6, help="0 selects the likeliest token")
-    add("--timeout", type=seconds, default=120.0, metavar="S", help="maximum time of one request")
+    add("--timeout", type=positive_number, default=120.0, metavar="S", help="maximum time of one request")
     repeat_help = "repetitions with new texts; percentiles cover all repetitions"
     add("--repeat", type=integer_at_least_1, default=repeat, help=repeat_help)
     add("--json", type=Path, metavar="FILE", help="write all figures to FILE")
