@@ -175,6 +175,14 @@ async def test_idle_engines_with_nixl_take_no_processor_time(secret, oracle):
         assert time.process_time() - begin_s < 0.4  # a busy thread per engine would take 1 s
 
 
+async def test_entries_larger_than_a_message_are_computed(secret, oracle, monkeypatch, caplog):
+    monkeypatch.setattr("nanovllm_core.transfer.carriers.MAX_MESSAGE_BYTES", 1)
+    async with start_pair(secret, awaits_peer=False, transfer_carrier="tcp") as (_, engine):
+        await wait_until(lambda: "tcp: a KV block or state has" in caplog.text)
+        assert await generate(engine, make_prompt(0)) == oracle(make_prompt(0), ANSWER_LEN)
+        assert outcomes_of(engine) == {"peer_down": 1}
+
+
 async def test_a_request_can_name_the_engine_that_has_computed_its_prompt(secret, oracle):
     async with start_pair(secret, decode={"prefill_peer": None}) as (prefill, engine):
         prompt, other = make_prompt(0), make_prompt(1)

@@ -13,6 +13,7 @@ from nanovllm_core.cache.host_memory import EntryKind, HostMemory
 from nanovllm_core.config import TransferCarrier
 from nanovllm_core.transfer.messages import RemoteMemory
 from nanovllm_core.transfer.nixl import NixlAgent
+from nanovllm_core.transfer.sockets import MAX_MESSAGE_BYTES
 
 _log = logging.getLogger(__name__)
 
@@ -157,11 +158,13 @@ def make_carrier(
                 reasons.append(f"nixl: {error}")
         else:
             reasons.append("nixl: both engines need nixl-cu12 or nixl-cu13")
-    if setting not in ("auto", "tcp"):
-        return "; ".join(reasons)
-    if reasons:
-        _log.info("the connection carries KV blocks, because other carriers do not work: %s", "; ".join(reasons))
-    return TcpCarrier(memory)
+    if setting in ("auto", "tcp"):
+        if (entry_bytes := max(memory.layout.slot_bytes)) <= MAX_MESSAGE_BYTES:
+            if reasons:
+                _log.info("the connection carries KV blocks, because no other carrier works: %s", "; ".join(reasons))
+            return TcpCarrier(memory)
+        reasons.append(f"tcp: a KV block or state has {entry_bytes} bytes, but a message at most {MAX_MESSAGE_BYTES}")
+    return "; ".join(reasons)
 
 
 def _copy_bytes(source: memoryview, target: memoryview) -> None:
