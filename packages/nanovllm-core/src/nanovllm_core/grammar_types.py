@@ -17,7 +17,8 @@ class GrammarSpec(msgspec.Struct, frozen=True):
         "regex": a regular expression that matches the whole output.
         "ebnf": rules in GBNF. The rule `root` matches the whole output.
         "structural_tag": a structural tag of xgrammar as JSON, with the additions of `grammar.schema_enforcement`.
-    place: JSON pointer to `source` in the client's request. Each `GrammarError.place` begins with this pointer.
+    place: where the client's request has `source`, for errors: "#", or a path such as `tools[0].function.parameters`.
+        `GrammarError.place` appends the JSON pointer of the faulty keyword.
     """
 
     kind: Literal["json_schema", "regex", "ebnf", "structural_tag"]
@@ -25,8 +26,8 @@ class GrammarSpec(msgspec.Struct, frozen=True):
     place: str = "#"
 
 
-# For tools whose calls are XML elements. Keys: JSON pointers to the tools' schemas in the grammar's source. Values:
-# schemas that state only the types of the parameters.
+# For tools whose calls are XML elements. Keys: the places of the tools' schemas, see "place" in
+# `grammar.schema_enforcement`. Values: schemas that state only the types of the parameters.
 ParameterTypes = dict[str, dict[str, Any]]
 
 

@@ -32,7 +32,7 @@ def convert_grammar(spec: GrammarSpec) -> EnforceableGrammar:
     This function limits neither time nor memory: call it in a child process with such limits (`vetting_process.py`).
 
     Besides xgrammar's fields, a structural tag may contain:
-    "place", beside "json_schema": JSON pointer to the schema, for errors.
+    "place", beside "json_schema": where the client's request has the schema, for errors (see `GrammarSpec.place`).
     "objects_only", beside "json_schema": if true, excludes values other than objects.
     a format of type "xml_parameters", which `convert_grammar` replaces by formats that xgrammar knows.
     """

@@ -92,7 +92,9 @@ class StepBudget:
         return self._limits.max_tokens - self._work.num_tokens
 
     def size_chunk(self, start: int, end: int) -> int:
-        """The number of tokens of a prompt's next chunk. start: number of computed tokens. end: length of the prompt.
+        """The number of tokens of a prompt's next chunk.
+
+        start: number of computed tokens. end: number of tokens to compute; after a preemption with the output.
 
         The first chunk of a step may have up to `chunk_unit` tokens even if the step then exceeds the time limit.
         Otherwise slow decodes could starve prompts.
