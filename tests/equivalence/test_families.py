@@ -89,7 +89,7 @@ def write_model_and_answers(tmp_path_factory, reference_generate) -> Callable[[s
     return make
 
 
-@pytest.mark.parametrize(("name", "setting"), sample_pairs(TINY_MODELS, SETTINGS, 4))
+@pytest.mark.parametrize(("name", "setting"), sample_pairs(TINY_MODELS, SETTINGS, 3))
 async def test_tokens_equal_transformers(name, setting, write_model_and_answers, device):
     path, expected, _ = write_model_and_answers(name)
     assert await generate(path, device, SETTINGS[setting], is_preempted=setting.startswith("preempted")) == expected

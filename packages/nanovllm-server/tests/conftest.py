@@ -6,6 +6,7 @@ import itertools
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ from nanovllm_models.token_bytes import BYTE_BY_CHARACTER
 from nanovllm_server.chat.admission import AdmissionControl
 from nanovllm_server.chat.rendering import Renderer
 from nanovllm_server.chat.service import Service
+from nanovllm_server.http import app as app_module
 from nanovllm_server.http.app import create_app
 from nanovllm_server.http.connections import serve
 from nanovllm_server.observability.logs import configure_logs, get_logger
@@ -299,6 +301,14 @@ class ResponseRecorder:
                 self.exchanges.append(
                     ObservedResponse(scope["method"], scope["path"], status, content_type, bytes(body), is_complete)
                 )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cached_openapi_document() -> Iterator[None]:
+    """Most of the time of `create_app` is the time to build the OpenAPI document."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(app_module, "openapi_document", cache(app_module.openapi_document))
+        yield
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from nanovllm_core.scheduling.draft_times import DraftLimits
 from nanovllm_core.scheduling.plan import StepPlan
 from nanovllm_core.scheduling.scheduler import Scheduler
 
-TRACES_PER_BLOCK = 250
+TRACES_PER_BLOCK = 125
 
 
 def expected_output(request: RequestState, limit: int, eos_rate: int) -> list[int]:
@@ -318,20 +318,20 @@ def check_block_of_traces(block: int, num_groups: int) -> None:
             num_failed_loads += tier.counters.num_failed_loads
             num_rejected_load_tokens += tier.counters.num_rejected_tokens
     # Check that the traces cover the difficult cases.
-    assert num_preemptions > 100
-    assert num_hits > 1000
-    assert num_resumed > 2
-    assert num_restored > 20
-    assert num_loaded > 500
-    assert num_from_files > 30
-    assert num_failed_loads > 5
-    assert num_rejected_load_tokens > 30
-    assert num_groups > 1 or min(num_accepted, num_rejected) > 100
+    assert num_preemptions > 50
+    assert num_hits > 500
+    assert num_resumed > 0
+    assert num_restored > 10
+    assert num_loaded > 250
+    assert num_from_files > 15
+    assert num_failed_loads > 2
+    assert num_rejected_load_tokens > 15
+    assert num_groups > 1 or min(num_accepted, num_rejected) > 50
 
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("--blocks", type=int, default=8)
+    options.add_argument("--blocks", type=int, default=16)
     options.add_argument("--groups", type=int, nargs="+", default=[1, 2, 3])
     arguments = options.parse_args()
     for num_groups in arguments.groups:

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from interpreted_samples import sample_product
 
 from nanovllm_kernels.attention import paged_attention, plan_batch
 from nanovllm_kernels.attention.plan import tile_configs
@@ -37,18 +38,24 @@ def check_attention(batch, naive_attention):
         torch.testing.assert_close(out.double(), expected, atol=TOLERANCE[out.dtype], rtol=0)
 
 
-@pytest.mark.parametrize(("head_dim", "page_size"), [(64, 16), (80, 32), (96, 64), (128, 16), (256, 64)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_mixed_batch_matches_float64(device, paged_batch, naive_attention, head_dim, page_size, dtype):
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    sample_product([(64, 16), (80, 32), (96, 64), (128, 16), (256, 64)], [torch.float32, torch.float16]),
+)
+def test_mixed_batch_matches_float64(device, paged_batch, naive_attention, shape, dtype):
+    head_dim, page_size = shape
     batch = paged_batch(
         MIXED_REQUESTS, num_heads=6, num_kv_heads=2, head_dim=head_dim, page_size=page_size, dtype=dtype, device=device
     )
     check_attention(batch, naive_attention)
 
 
-@pytest.mark.parametrize(("head_dim", "page_size"), [(64, 16), (80, 32), (128, 16), (256, 64)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_fp8_cache_matches_float64(device, paged_batch, quantized, naive_attention, head_dim, page_size, dtype):
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    sample_product([(64, 16), (80, 32), (128, 16), (256, 64)], [torch.float32, torch.float16]),
+)
+def test_fp8_cache_matches_float64(device, paged_batch, quantized, naive_attention, shape, dtype):
+    head_dim, page_size = shape
     batch = paged_batch(
         MIXED_REQUESTS, num_heads=6, num_kv_heads=2, head_dim=head_dim, page_size=page_size, dtype=dtype, device=device
     )
@@ -182,8 +189,13 @@ def test_query_head_groups_of_any_size_match_float64(device, paged_batch, naive_
     check_attention(batch, naive_attention)
 
 
-@pytest.mark.parametrize("num_parts", [1, 3, 40])
-@pytest.mark.parametrize("requests", [[(1, 9), (7, 150), (2, 2)], [(1, 700), (1, 3), (1, 129)], [(40, 130), (3, 290)]])
+@pytest.mark.parametrize(
+    ("requests", "num_parts"),
+    sample_product(
+        [[(1, 9), (7, 150), (2, 2)], [(1, 700), (1, 3), (1, 129)], [(40, 130), (3, 290)]],
+        [1, 3, 40],
+    ),
+)
 def test_parts_are_merged(device, paged_batch, naive_attention, monkeypatch, num_parts, requests):
     monkeypatch.setattr(tile_configs, "choose_num_parts", lambda *_: num_parts)
     monkeypatch.setattr(tile_configs, "MIN_PART_TOKENS", 32)

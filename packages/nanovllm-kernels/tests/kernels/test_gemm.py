@@ -2,6 +2,7 @@ import itertools
 
 import pytest
 import torch
+from interpreted_samples import sample_product
 from torch.nn import functional
 
 from nanovllm_kernels import gemm
@@ -52,8 +53,7 @@ def check(
     assert (actual.double() - expected).norm() < TOLERANCE[dtype] * size
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("num_rows", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize(("num_rows", "dtype"), sample_product([1, 2, 3, 5, 8], [torch.float32, torch.float16]))
 def test_small_products_match_float64(device, dtype, num_rows):
     for norm, gated, residual in itertools.product((False, True), repeat=3):
         check(num_rows, 37, 576, dtype, device, norm=norm, bias=residual, residual=residual, gated=gated)
@@ -66,9 +66,12 @@ def test_float32_residual_stream_matches_float64(device, num_rows):
         check(num_rows, 37, 576, torch.float16, device, **settings, residual_dtype=torch.float32)
 
 
-@pytest.mark.parametrize(("num_columns", "width"), [(1, 8), (5, 100), (37, 99), (30, 1500), (50, 2500)])
-@pytest.mark.parametrize("shape", ["narrow", "deep", "wide", "vast"])
-def test_odd_sizes_match_float64(device, num_columns, width, shape, monkeypatch):
+@pytest.mark.parametrize(
+    ("shape", "size"),
+    sample_product(["narrow", "deep", "wide", "vast"], [(1, 8), (5, 100), (37, 99), (30, 1500), (50, 2500)]),
+)
+def test_odd_sizes_match_float64(device, size, shape, monkeypatch):
+    num_columns, width = size
     monkeypatch.setattr(tiles, "MAX_NARROW_COLUMNS", tiles.MAX_NARROW_COLUMNS if shape == "narrow" else 0)
     monkeypatch.setattr(tiles, "MIN_VOCABULARY_COLUMNS", 0 if shape == "vast" else tiles.MIN_VOCABULARY_COLUMNS)
     monkeypatch.setattr(tiles, "MIN_DEEP_DEPTH", 0 if shape == "deep" else tiles.MIN_DEEP_DEPTH)

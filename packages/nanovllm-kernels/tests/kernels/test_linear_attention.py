@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from interpreted_samples import sample_product
 
 from nanovllm_kernels.linear_attention import gated_delta_net, linear_attention_reference
 
@@ -49,11 +50,10 @@ COUNTS_AND_LENGTHS = {
 }
 
 
-@pytest.mark.parametrize("knows_decodes", [True, False])
-@pytest.mark.parametrize("counts_and_lengths", COUNTS_AND_LENGTHS.values(), ids=COUNTS_AND_LENGTHS.keys())
-def test_float32_matches_reference(counts_and_lengths, knows_decodes, state_case, device):
+@pytest.mark.parametrize(("name", "knows_decodes"), sample_product(COUNTS_AND_LENGTHS, [True, False]))
+def test_float32_matches_reference(name, knows_decodes, state_case, device):
     check(
-        state_case(counts_and_lengths, heads=(1, 2), device=device),
+        state_case(COUNTS_AND_LENGTHS[name], heads=(1, 2), device=device),
         knows_decodes=knows_decodes,
         tolerance=TOLERANCE[torch.float32],
     )

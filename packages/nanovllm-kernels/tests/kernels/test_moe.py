@@ -2,6 +2,7 @@ from itertools import pairwise, product
 
 import pytest
 import torch
+from interpreted_samples import sample_product
 from torch import Tensor
 
 from nanovllm_kernels.gemm import block_fp8
@@ -253,18 +254,21 @@ def check_ranks(
 
 
 @pytest.mark.usefixtures("small_parts")
-@pytest.mark.parametrize(("num_ranks", "num_experts", "top_k", "shared"), [(2, 8, 3, False), (4, 13, 4, True)])
 @pytest.mark.parametrize(
-    ("kernel", "num_tokens", "weight_format"),
-    [
-        ("matvec", 1, "block FP8"),
-        *product(("unsorted",), (1, 2, 5), ("float32", "bfloat16", "block FP8")),
-        *product(("grouped",), (2, 40), ("float32", "bfloat16", "block FP8")),
-    ],
+    ("kernel_and_input", "experts_of_ranks"),
+    sample_product(
+        [
+            ("matvec", 1, "block FP8"),
+            *product(("unsorted",), (1, 2, 5), ("float32", "bfloat16", "block FP8")),
+            *product(("grouped",), (2, 40), ("float32", "bfloat16", "block FP8")),
+        ],
+        [(2, 8, 3, False), (4, 13, 4, True)],
+    ),
+    ids=str,
 )
-def test_results_of_ranks_add_up(
-    kernel, num_tokens, weight_format, num_ranks, num_experts, top_k, shared, device, monkeypatch
-):
+def test_results_of_ranks_add_up(kernel_and_input, experts_of_ranks, device, monkeypatch):
+    kernel, num_tokens, weight_format = kernel_and_input
+    num_ranks, num_experts, top_k, shared = experts_of_ranks
     monkeypatch.setattr(policy, "choose_kernel", lambda *_: kernel)
     # Launch fewer programs, because Triton's interpreter runs them one after another.
     monkeypatch.setattr(policy, "MATVEC_COLUMNS", 16)

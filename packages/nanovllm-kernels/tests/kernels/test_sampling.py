@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from interpreted_samples import sample_product
 
 from nanovllm_kernels.sampling import IN_PROMPT_BIT, DrawSettings, sampling_reference, triton_sample
 
@@ -65,8 +66,7 @@ LOGITS = {
 }
 
 
-@pytest.mark.parametrize("kind", LOGITS)
-@pytest.mark.parametrize("max_segments", [4, 32])
+@pytest.mark.parametrize(("kind", "max_segments"), sample_product(LOGITS, [4, 32]))
 def test_filters_on_any_logits_match_reference(device, monkeypatch, kind, max_segments):
     for name, size in {
         "CHUNK_TOKENS": 256,

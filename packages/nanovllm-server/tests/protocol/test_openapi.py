@@ -135,20 +135,28 @@ REQUESTS = {name: {"model": "MODEL", **example} for name, example in EXAMPLES.it
 LEAF_PATHS = [(name, steps) for name, example in REQUESTS.items() for steps in find_leaf_paths(example)]
 
 
-@pytest.mark.parametrize(("name", "steps"), LEAF_PATHS, ids=str)
 @pytest.mark.parametrize("value", [None, 7, True, "?", [], {}], ids=repr)
-def test_schema_accepts_all_values_that_the_reader_accepts(openapi_document, name, steps, value):
+def test_schema_accepts_all_values_that_the_reader_accepts(openapi_document, value):
     """The reader may refuse more values, for example because of another field."""
-    example = copy.deepcopy(REQUESTS[name])
-    here = example
-    for step in steps[:-1]:
-        here = here[step]
-    here[steps[-1]] = value
+    validator = make_validator(openapi_document, "ChatCompletionRequest")
+    refused_by_schema = []
+    for name, steps in LEAF_PATHS:
+        example = copy.deepcopy(REQUESTS[name])
+        here = example
+        for step in steps[:-1]:
+            here = here[step]
+        here[steps[-1]] = value
+        if is_accepted_by_reader(example) and not validator.is_valid(example):
+            refused_by_schema.append((name, steps))
+    assert refused_by_schema == []
+
+
+def is_accepted_by_reader(request):
     try:
-        read_chat_request(FieldReader(example), LIMITS, DEFAULTS)
+        read_chat_request(FieldReader(request), LIMITS, DEFAULTS)
     except ApiError:
-        return
-    make_validator(openapi_document, "ChatCompletionRequest").validate(example)
+        return False
+    return True
 
 
 def test_examples_are_valid_requests(openapi_document):
