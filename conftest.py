@@ -1,7 +1,6 @@
 """Sets the environment of test processes, seeds torch, and runs tests with the marker `background` beside all others.
 
-One background process starts at once. When the other tests have ended, a second background process shares the tests
-that remain.
+Two background processes share these tests. The processes have a low priority.
 """
 
 import hashlib
@@ -50,8 +49,11 @@ class BackgroundRun(pytest.Item):
         self.add_marker(pytest.mark.timeout(MAX_WAIT_S))
 
     def start(self) -> None:
-        """Start the first background process."""
+        """Start two background processes. The second process begins with the last modules."""
         self._start_process(self._node_ids)
+        groups = itertools.groupby(self._node_ids, lambda node_id: node_id.partition("::")[0])
+        node_ids_by_module = [list(node_ids) for _, node_ids in groups]
+        self._start_process(itertools.chain.from_iterable(reversed(node_ids_by_module)))
 
     def _start_process(self, node_ids: Iterable[str]) -> None:
         index = len(self._processes)
@@ -74,10 +76,7 @@ class BackgroundRun(pytest.Item):
         return Path(self._directory.name, f"output-{index}")
 
     def runtest(self) -> None:
-        """Start the second background process, which begins with the last modules, and wait for both processes."""
-        groups = itertools.groupby(self._node_ids, lambda node_id: node_id.partition("::")[0])
-        node_ids_by_module = [list(node_ids) for _, node_ids in groups]
-        self._start_process(itertools.chain.from_iterable(reversed(node_ids_by_module)))
+        """Wait for the processes."""
         failed = [index for index, process in enumerate(self._processes) if process.wait() != 0]
         if failed:
             pytest.fail("".join(self._output_path(index).read_text()[-20_000:] for index in failed), pytrace=False)
@@ -140,7 +139,8 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
 
     A process claims its next test before the current test runs, because pytest must know the next test.
     """
-    directory = os.environ.get(CLAIMS_VARIABLE)
+    # Processes that a test starts must not claim tests.
+    directory = os.environ.pop(CLAIMS_VARIABLE, None)
     if directory is None:
         return None
     claimed_items = (item for item in session.items if _claim_test(Path(directory), item.nodeid))

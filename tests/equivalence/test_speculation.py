@@ -29,7 +29,7 @@ SETTINGS = {
 # The first model of each family.
 MODELS = list({tiny.family: name for name, tiny in reversed(TINY_MODELS.items())}.values())
 RECURRENT = next(name for name in MODELS if TINY_MODELS[name].family == "Qwen3Next")
-PAIRS = sorted({*sample_pairs(MODELS, SETTINGS, 1), *sample_pairs([RECURRENT], SETTINGS, 5)})
+PAIRS = sorted({*sample_pairs(MODELS, SETTINGS, 1), *sample_pairs([RECURRENT], SETTINGS, 3)})
 
 SAMPLINGS = (
     {"temperature": 0},
@@ -38,8 +38,8 @@ SAMPLINGS = (
     {"temperature": 0.8, "presence_penalty": 0.5, "repetition_penalty": 1.2},
     {"temperature": 0.7, "logit_bias": {7: 2.0, 40: -100.0}, "logprobs": 2},
 )
-DRAFT_PAIRS = sorted({*sample_pairs(MODELS, SETTINGS, 1, first=1), *sample_pairs(["Qwen2"], SETTINGS, 5, first=5)})
-HEAD_PAIRS = sample_pairs([name for name in MODELS if TINY_MODELS[name].has_mtp], SETTINGS, 5)
+DRAFT_PAIRS = sorted({*sample_pairs(MODELS, SETTINGS, 1, first=1), *sample_pairs(["Qwen2"], SETTINGS, 3, first=5)})
+HEAD_PAIRS = sample_pairs([name for name in MODELS if TINY_MODELS[name].has_mtp], SETTINGS, 4)
 
 
 @pytest.fixture

@@ -1,12 +1,8 @@
 """Shared fixtures: batches whose unfilled cache slots hold NaN, and reference loops in float64."""
 
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,50 +10,6 @@ from torch import Tensor
 
 from nanovllm_kernels import fp8
 from nanovllm_kernels.linear_attention import CHECKPOINT_INTERVAL, DeltaWeights, StateBatch, plan_states
-from nanovllm_kernels.platform import has_triton
-
-KERNEL_TESTS = Path(__file__).parent / "kernels"
-# Under Triton's interpreter, one process runs these files. A second process runs all other kernel tests.
-FIRST_HALF_FILES = tuple(KERNEL_TESTS / f"test_{name}.py" for name in ("attention", "gemm", "mla", "sampling"))
-INTERPRETER_TEST_FILE = Path(__file__).with_name("test_interpreter.py")
-INTERPRETER_PROCESSES = pytest.StashKey[dict[str, subprocess.Popen[str]]]()
-
-
-# trylast: run after pytest has sorted tests by fixtures.
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the tests of `test_interpreter` last, because they wait for other processes."""
-    items.sort(key=lambda item: item.path == INTERPRETER_TEST_FILE)
-
-
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """Start the processes that `test_interpreter` waits for, if it was collected."""
-    is_collected = any(item.path == INTERPRETER_TEST_FILE for item in session.items)
-    if not is_collected or not has_triton() or session.config.option.collectonly:
-        return
-    runs = {"half": FIRST_HALF_FILES, "rest": (KERNEL_TESTS, *(f"--ignore={file}" for file in FIRST_HALF_FILES))}
-    session.config.stash[INTERPRETER_PROCESSES] = {
-        name: subprocess.Popen(
-            ["nice", "-n", "19", sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments],
-            cwd=session.config.rootpath,
-            env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for name, arguments in runs.items()
-    }
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    for process in session.config.stash.get(INTERPRETER_PROCESSES, {}).values():
-        with process:
-            process.kill()
-
-
-@pytest.fixture
-def interpreter_processes(request: pytest.FixtureRequest) -> dict[str, subprocess.Popen[str]]:
-    return request.config.stash[INTERPRETER_PROCESSES]
 
 
 @dataclass(frozen=True)
