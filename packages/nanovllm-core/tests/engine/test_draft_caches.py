@@ -13,6 +13,8 @@ from summing_model import VOCAB, continue_sum, summing_spec
 from nanovllm_core import AsyncEngine, EngineConfig, Request, SamplingParams
 from nanovllm_core.scheduling.drafting import DraftPlanner
 
+pytestmark = pytest.mark.background
+
 NUM_REQUESTS, OUTPUT_LEN, NUM_DRAFTS = 24, 80, 4
 CONFIG = {"device": "cpu", "num_blocks": 200, "max_num_seqs": 8, "max_model_len": 200, "max_num_batched_tokens": 200}
 SETTINGS = {

@@ -16,6 +16,8 @@ from nanovllm_core.grammar.bounded_strings import (
 )
 from nanovllm_core.grammar.compiler import Compiler, Grammar
 
+pytestmark = pytest.mark.background
+
 ANY = r"[ -!#-\[\]-\u{7ff}]|[\u{800}-\u{d7ff}\u{e000}-\u{ffff}]|[\u{10000}-\u{10ffff}]"
 CHARACTERS = ("a", " ", "\x7f", "é", "\u07ff", "\u0800", "\ud7ff", "\uffff", "😀", "\U0010ffff")
 BYTES = [bytes((byte,)) for byte in range(256)]
