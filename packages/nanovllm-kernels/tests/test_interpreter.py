@@ -26,18 +26,19 @@ TIMEOUT_S = 1800
 def test_kernels_pass_under_the_interpreter(request, tmp_path):
     outputs = [tmp_path / f"output-{index}" for index in range(len(PYTEST_ARGUMENTS))]
     with ExitStack() as stack:
-        processes = [
-            subprocess.Popen(
+        processes: list[subprocess.Popen[bytes]] = []
+        for arguments, output in zip(PYTEST_ARGUMENTS, outputs, strict=True):
+            process = subprocess.Popen(
                 [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments],
                 cwd=request.config.rootpath,
                 env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
                 stdout=stack.enter_context(output.open("w")),
                 stderr=subprocess.STDOUT,
             )
-            for arguments, output in zip(PYTEST_ARGUMENTS, outputs, strict=True)
-        ]
-        for process in processes:
+            # On errors, kill the process first: leaving the context of a Popen waits for the process.
+            stack.enter_context(process)
             stack.callback(process.kill)
+            processes.append(process)
         statuses = [process.wait() for process in processes]
     for status, output in zip(statuses, outputs, strict=True):
         text = output.read_text()

@@ -119,7 +119,7 @@ class FetchEnd(msgspec.Struct, frozen=True, tag=True):
     """Tells the client how many entries of a fetch the server sends. Messages with entries may arrive later.
 
     reason: why entries are missing; empty if all entries are sent.
-    serve_s: seconds from the arrival of the fetch at the server until the server had served it.
+    serve_s: seconds from the arrival of the fetch at the server to the end of the fetch there.
     """
 
     key: int
