@@ -11,10 +11,10 @@ from nanovllm_kernels.collective.policy import (
     CHUNK_UNITS,
     LARGE_CHUNK_UNITS,
     MAX_PROGRAMS,
-    ONE_SHOT_MAX_SENT_BYTES,
     SLOT_BYTES,
     TWO_SHOT_MAX_BYTES,
     LaunchPolicy,
+    choose_one_shot_limit,
     choose_region_bytes,
 )
 
@@ -40,13 +40,15 @@ def test_ranks_that_hang_are_killed():
 
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
 def test_launches_fit_the_buffers(size):
-    policy = LaunchPolicy(size, MAX_PROGRAMS, choose_region_bytes(size))
-    for num_bytes in (2, 16, 4096, 4098, 100_000, ONE_SHOT_MAX_SENT_BYTES // (size - 1)):
+    one_shot_limit = choose_one_shot_limit(size)
+    policy = LaunchPolicy(size, MAX_PROGRAMS, choose_region_bytes(size), one_shot_limit)
+    max_part_bytes = min(one_shot_limit // (size - 1), MAX_PROGRAMS * policy.region_bytes)
+    for num_bytes in (2, 16, 4096, 4098, 100_000, max_part_bytes):
         launch = policy.choose_exchange(num_bytes)
         chunks_per_program = -(-num_bytes // (launch.num_programs * launch.chunk_units * SLOT_BYTES))
         assert 1 <= launch.num_programs <= MAX_PROGRAMS
         assert chunks_per_program * launch.chunk_units * SLOT_BYTES <= policy.region_bytes
-    assert policy.choose_exchange(ONE_SHOT_MAX_SENT_BYTES // (size - 1) + 1) is None
+    assert policy.choose_exchange(max_part_bytes + 1) is None
     for element_bytes in (2, 4):
         num_elements = TWO_SHOT_MAX_BYTES // element_bytes
         for count in (num_elements, num_elements - 1, num_elements // 3):
@@ -59,21 +61,27 @@ def test_launches_fit_the_buffers(size):
 
 
 def test_each_rank_has_elements_in_a_two_shot_sum():
-    policy = LaunchPolicy(4, MAX_PROGRAMS, choose_region_bytes(4))
+    policy = LaunchPolicy(4, MAX_PROGRAMS, choose_region_bytes(4), choose_one_shot_limit(4))
     assert policy.choose_two_shot(48, 2) is None
     assert policy.choose_two_shot(49, 2).part_size == 16
 
 
 def test_large_tensors_have_large_chunks():
-    policy = LaunchPolicy(2, 100, choose_region_bytes(2))
+    policy = LaunchPolicy(2, 100, choose_region_bytes(2), choose_one_shot_limit(2))
     assert policy.choose_exchange(100 * CHUNK_UNITS * SLOT_BYTES).chunk_units == CHUNK_UNITS
     assert policy.choose_exchange(100 * CHUNK_UNITS * SLOT_BYTES + 1).chunk_units == LARGE_CHUNK_UNITS
 
 
-def test_number_of_norm_programs_depends_on_rows_and_bytes():
-    policy = LaunchPolicy(2, MAX_PROGRAMS, choose_region_bytes(2))
-    assert policy.choose_norm_programs(1, 16384) == 1
-    assert policy.choose_norm_programs(64, 16384) == 64
-    assert policy.choose_norm_programs(65, 16384) is None
-    assert policy.choose_norm_programs(300, 1000) == MAX_PROGRAMS
-    assert policy.choose_norm_programs(1, policy.region_bytes + 1) is None
+def test_launches_that_norm_fit_the_buffers():
+    policy = LaunchPolicy(4, 128, 64 << 10, one_shot_max_sent_bytes=3 << 20)
+    assert [policy.choose_norm_rows(num_rows, 16 << 10) for num_rows in (1, 64, 65)] == [1, 64, None]
+    assert policy.choose_norm_rows(1, policy.region_bytes + 1) is None
+
+
+@pytest.mark.parametrize(("num_rows", "num_launches"), [(1, 1), (128, 1), (512, 1), (513, 2), (1300, 3)])
+def test_two_ranks_norm_large_tensors_in_equal_launches(num_rows, num_launches):
+    policy = LaunchPolicy(2, 128, 64 << 10, choose_one_shot_limit(2))
+    rows_per_launch = policy.choose_norm_rows(num_rows, 16 << 10)
+    assert rows_per_launch <= 4 * 128
+    assert -(-num_rows // rows_per_launch) == num_launches
+    assert num_launches == 1 or rows_per_launch % 128 == 0

@@ -12,7 +12,7 @@ from nanovllm_core.execution.graphs import mixed_sizes
 from nanovllm_core.request import Request
 from nanovllm_core.request_state import RequestState
 from nanovllm_core.sampling_params import SamplingParams
-from nanovllm_core.scheduling.budget import StepLimits
+from nanovllm_core.scheduling.budget import StepBudget, StepLimits
 from nanovllm_core.scheduling.plan import ScheduledStep, StepResults
 from nanovllm_core.scheduling.scheduler import Scheduler
 from nanovllm_core.scheduling.step_time import StepTimeModel, StepWork, calibrate
@@ -221,3 +221,20 @@ def test_without_a_target_a_slow_decode_step_raises_the_limit():
     assert limits.time_limit_s(3, 0.03) == pytest.approx(0.12)
     assert limits.time_limit_s(0, 0.03) == 0.06
     assert StepLimits(MAX_STEP_TOKENS, 0.025, 0.06, 0.05).time_limit_s(3, 0.03) == 0.025
+
+
+def test_without_a_target_a_batch_that_grew_in_a_burst_raises_the_limit_at_once():
+    model = StepTimeModel()
+    for num_tokens in (16, 64, 256, 1024):
+        seconds = 0.01 + 1e-4 * num_tokens
+        model.observe(StepWork(num_tokens, 0, attention_pairs(0, num_tokens)), seconds)
+    for _ in range(10):
+        model.observe(StepWork(16, 16), 0.0116)
+    model.reset_errors()
+    limits = StepLimits(MAX_STEP_TOKENS, None, 0.16, 0.05)
+    chunks = [
+        StepBudget(limits, model, StepWork(num_decodes, num_decodes), num_decodes, BLOCK_SIZE).size_chunk(0, 8000)
+        for num_decodes in (16, 256)
+    ]
+    # 16 decodes take 12 ms, so the limit is 50 ms. 256 decodes take 36 ms, so the limit is 142 ms.
+    assert chunks == pytest.approx([380, 1064], rel=0.05)

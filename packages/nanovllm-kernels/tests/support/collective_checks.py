@@ -274,7 +274,7 @@ def check_on_cpu(device: torch.device) -> None:
         check_sums(communicator, (1, 2), torch.float32, device)
 
 
-# Numbers of rows that together use every kernel and NCCL.
+# Numbers of rows that together use NCCL and every kernel that two ranks use.
 GPU_ROWS = (1, 2, 7, 8, 64, 300, 4096)
 
 

@@ -33,9 +33,9 @@ from nanovllm_kernels.collective.policy import EMPTY_BYTE, MAX_PROGRAMS, LaunchP
 
 KERNELS = (
     (gluon_peer_memory, ("find_region", "take_sum")),
-    (gluon_exchange, ("find_region", "take_sum", "_exchange")),
-    (gluon_two_shot, ("find_region", "take_sum", "_find_chunk", "_all_reduce")),
-    (gluon_all_reduce_norm, ("find_region", "take_sum", "_all_reduce_norm")),
+    (gluon_exchange, ("find_chunk", "find_region", "take_sum", "_exchange")),
+    (gluon_two_shot, ("find_chunk", "find_region", "take_sum", "_all_reduce")),
+    (gluon_all_reduce_norm, ("find_region", "take_sum", "_load_row", "_all_reduce_norm")),
 )
 EMPTY_WORD, OTHER_NAN = np.uint32(0xFFFFFFFF), np.uint32(0x7FFF7FFF)
 TIMEOUT_S = 60
@@ -165,3 +165,7 @@ def check_interpreted(device: torch.device, directory: Path, dtypes: tuple[torch
                 check_copies(communicator, shape, dtype, device)
         check_sums(communicator, (3, 33), torch.int64, device)
         check_nan_is_no_empty_slot(communicator, device)
+    # Two programs have slots for four rows, so nine rows need three launches.
+    policy = LaunchPolicy(dist.get_world_size(), 2, 32 << 10, one_shot_max_sent_bytes=1 << 20)
+    with open_interpreted_communicator(directory, policy) as communicator:
+        check_norm(communicator, 9, 6000, (torch.bfloat16, torch.bfloat16, torch.bfloat16), device)

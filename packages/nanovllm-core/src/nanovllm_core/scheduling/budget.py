@@ -6,8 +6,8 @@ from typing import NamedTuple
 from nanovllm_core.scheduling.step_time import StepTimeModel, StepWork
 from nanovllm_kernels.attention import PROPORTIONAL_ESTIMATOR, AttentionEstimator, attention_pairs
 
-# Without a target time, the time limit of a step with prompts and decodes is at least the time of this many decode
-# steps.
+# Without a target time, the time limit of a step with prompts and decodes is at least the time of this many steps with
+# the decodes alone.
 MIN_MIXED_DECODE_STEPS = 4
 # Steps may take longer than predicted, so a budget leaves a share of the time limit unused. The share is the smaller of
 # _MAX_MARGIN and _MARGIN_PER_EXCESS times `StepTimeModel.mean_excess`.
@@ -25,7 +25,7 @@ class StepLimits(NamedTuple):
 
     max_tokens: maximum number of tokens of each group of requests (see `Scheduler`).
     target_s: time limit of a step with prompts and decodes. None: the limit is `mixed_step_limit_s` or the time of
-        MIN_MIXED_DECODE_STEPS usual decode steps, whichever is larger.
+        MIN_MIXED_DECODE_STEPS decode steps, whichever is larger.
     prompt_step_limit_s: time limit of a step without decodes, unless `target_s` is larger.
     attention_estimator: estimates how long the attention of chunks takes.
     padded_token_counts: numbers of tokens per group, in ascending order. A step with prompts is padded to the next of
@@ -40,7 +40,7 @@ class StepLimits(NamedTuple):
     padded_token_counts: tuple[int, ...] = ()
 
     def time_limit_s(self, num_decodes: int, decode_step_s: float) -> float:
-        """The time limit of a step. decode_step_s: time of a usual decode step."""
+        """The time limit of a step. decode_step_s: time of a step with the decodes alone."""
         if num_decodes == 0:
             return max(self.prompt_step_limit_s, self.target_s or 0.0)
         return self.target_s or max(self.mixed_step_limit_s, MIN_MIXED_DECODE_STEPS * decode_step_s)
@@ -75,7 +75,8 @@ class StepBudget:
         # (start, number of tokens) of each added chunk.
         self._chunks: list[tuple[int, int]] = []
         usable_share = 1 - min(_MARGIN_PER_EXCESS * self._model.mean_excess, _MAX_MARGIN)
-        decode_step_s = self._model.decode_step_s
+        # The moving average `decode_step_s` is too low for a batch that grew in steps with prompts.
+        decode_step_s = max(self._model.decode_step_s, self._model.predict(decode_work))
         self._limit_s = usable_share * limits.time_limit_s(num_decodes, decode_step_s)
         # Time limit of the step if the chunks before the last chunk finish their prompts, and the last chunk does not.
         # The last chunk delays the finished prompts, so this limit may be lower than `_limit_s`.

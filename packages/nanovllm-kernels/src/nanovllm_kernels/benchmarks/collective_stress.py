@@ -12,7 +12,8 @@ from torch import Tensor
 from nanovllm_kernels.benchmarks.inputs import DTYPE
 from nanovllm_kernels.collective import Communicator
 
-# (rows, hidden size): few and many rows, so that every kernel runs. On the last shape, some operators use NCCL.
+# (rows, hidden size): few and many rows, so that every kernel of this number of ranks runs. With more than two ranks,
+# some operators use NCCL on the last shape.
 SHAPES = ((1, 4096), (8, 8192), (64, 2048), (3, 7168), (130, 3072), (256, 4096))
 REPLAYS_PER_CHECK = 1000
 MAX_SKEW_S = 0.002  # Maximum random delay of a rank before it starts replays.

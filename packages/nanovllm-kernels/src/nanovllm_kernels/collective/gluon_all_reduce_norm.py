@@ -22,13 +22,14 @@ def all_reduce_norm(
     norm_weight: Tensor,
     eps: float,
     normed: Tensor,
-    num_programs: int,
 ) -> None:
     """Sum `partial` over the ranks in float32 and in rank order, add `residual`, and write the normed rows to `normed`.
 
     partial: [T, H], contiguous. Overwritten with the new residual if `residual` is None.
     residual: [T, H], contiguous. Overwritten with the new residual.
+    T is at most `LaunchPolicy.choose_norm_rows`.
     """
+    num_programs = min(partial.shape[0], peers.num_programs)
     _launch(peers, partial, residual, norm_weight, eps, normed, num_programs, peers.rank, peers.size)
 
 
@@ -98,9 +99,11 @@ def _all_reduce_norm(
     RESIDUAL: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
-    """Send every num_programs-th row, then receive and norm the same rows."""
+    """Send every num_programs-th row, and receive, sum and norm the same rows.
+
+    Before a program receives a row, it sends the next one. Rows are thus normed while the next rows travel.
+    """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, PER_UNIT], [32, 1], [WARPS, 1], [1, 0])  # a unit per thread
-    SLOTS_PER_ROW: gl.constexpr = (ROW_SIZE + PER_UNIT - 1) // PER_UNIT
     program, num_programs = gl.program_id(0), gl.num_programs(0)
     units = gl.arange(0, ROW_UNITS, layout=gl.SliceLayout(1, LAYOUT))[:, None]
     columns = units * PER_UNIT + gl.arange(0, PER_UNIT, layout=gl.SliceLayout(0, LAYOUT))[None, :]
@@ -110,30 +113,41 @@ def _all_reduce_norm(
         gdc_launch_dependents()
         gdc_wait()
     phase = gl.load(phases_ptr + program)
-    if SIZE > 1:
-        for row in range(program, num_rows, num_programs):
-            slots = gl.where(units < SLOTS_PER_ROW, row // num_programs * SLOTS_PER_ROW + units, -1)
-            own_terms = gl.load(partial_ptr + gl.cast(row, gl.int64) * ROW_SIZE + columns, mask, 0)
-            for step in gl.static_range(1, SIZE):
-                # Each rank starts with a different receiver, so that the ranks share the links evenly.
-                receiver = (RANK + step) % SIZE
-                put(own_terms, find_region(addresses_ptr, receiver, RANK, phase, SIZE, REGION_BYTES), slots)
-    for row in range(program, num_rows, num_programs):
-        slots = gl.where(units < SLOTS_PER_ROW, row // num_programs * SLOTS_PER_ROW + units, -1)
-        elements = gl.cast(row, gl.int64) * ROW_SIZE + columns
-        own_terms = gl.load(partial_ptr + elements, mask, 0)
-        # Load the residual while the units travel.
-        residual = gl.load(residual_ptr + elements, mask, 0)
-        sums = take_sum(own_terms, addresses_ptr, slots, phase, RANK, SIZE, REGION_BYTES)
-        if RESIDUAL:
-            sums += residual.to(gl.float32)
-        residual = sums.to(residual_ptr.dtype.element_ty)
-        gl.store(residual_ptr + elements, residual, mask)
-        # Norm the rounded residual, as a separate norm kernel would.
-        x = residual.to(gl.float32)
-        scale = gl.rsqrt(gl.sum(gl.sum(x * x, 1), 0) / ROW_SIZE + eps)
-        gl.store(normed_ptr + elements, (x * scale * weight).to(normed_ptr.dtype.element_ty), mask)
+    first_row = program - num_programs if SIZE > 1 else program
+    for row in range(first_row, num_rows, num_programs):
+        sent_row = row + num_programs
+        if SIZE > 1:  # noqa: SIM102 (known at compile time, unlike the next condition)
+            if sent_row < num_rows:
+                terms, slots = _load_row(partial_ptr, sent_row, units, columns, ROW_SIZE)
+                for step in gl.static_range(1, SIZE):
+                    # Each rank starts with a different receiver, so that the ranks share the links evenly.
+                    receiver = (RANK + step) % SIZE
+                    put(terms, find_region(addresses_ptr, receiver, RANK, phase, SIZE, REGION_BYTES), slots)
+        if row >= 0:
+            own_terms, slots = _load_row(partial_ptr, row, units, columns, ROW_SIZE)
+            elements = gl.cast(row, gl.int64) * ROW_SIZE + columns
+            # Load the residual while the units travel.
+            residual = gl.load(residual_ptr + elements, mask, 0)
+            sums = take_sum(own_terms, addresses_ptr, slots, phase, RANK, SIZE, REGION_BYTES)
+            if RESIDUAL:
+                sums += residual.to(gl.float32)
+            residual = sums.to(residual_ptr.dtype.element_ty)
+            gl.store(residual_ptr + elements, residual, mask)
+            # Norm the rounded residual, as a separate norm kernel would.
+            x = residual.to(gl.float32)
+            scale = gl.rsqrt(gl.sum(gl.sum(x * x, 1), 0) / ROW_SIZE + eps)
+            gl.store(normed_ptr + elements, (x * scale * weight).to(normed_ptr.dtype.element_ty), mask)
     if SIZE > 1:
         # All threads must have read the phase before it changes.
         gl.thread_barrier()
         gl.store(phases_ptr + program, 1 - phase)
+
+
+@gluon.jit
+def _load_row(partial_ptr, row, units, columns, ROW_SIZE: gl.constexpr):
+    """Return (elements of a row, slots of its units). Units after the end of the row have slot -1."""
+    PER_UNIT: gl.constexpr = columns.shape[1]
+    SLOTS_PER_ROW: gl.constexpr = (ROW_SIZE + PER_UNIT - 1) // PER_UNIT
+    elements = gl.load(partial_ptr + gl.cast(row, gl.int64) * ROW_SIZE + columns, columns < ROW_SIZE, 0)
+    slots = gl.where(units < SLOTS_PER_ROW, row // gl.num_programs(0) * SLOTS_PER_ROW + units, -1)
+    return elements, slots

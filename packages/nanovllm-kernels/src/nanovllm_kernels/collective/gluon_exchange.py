@@ -5,7 +5,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from nanovllm_kernels.collective.gluon_peer_memory import find_region, put, take, take_sum
+from nanovllm_kernels.collective.gluon_peer_memory import find_chunk, find_region, put, take, take_sum
 from nanovllm_kernels.collective.peer_memory import PeerMemory
 from nanovllm_kernels.collective.policy import SLOT_BYTES, ExchangeLaunch
 from nanovllm_kernels.platform import can_overlap_launches
@@ -96,7 +96,10 @@ def _exchange(
     SUMS: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
-    """Send every num_programs-th chunk (CHUNK_UNITS units) of each part. Then receive the other ranks' chunks."""
+    """Send every num_programs-th chunk (CHUNK_UNITS units) of each part, and receive the other ranks' chunks.
+
+    Before a program receives a chunk, it sends the next one. Results are thus written while the next chunk travels.
+    """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, PER_UNIT], [32, 1], [WARPS, 1], [1, 0])  # a unit per thread
     program, num_programs = gl.program_id(0), gl.num_programs(0)
     units = gl.arange(0, CHUNK_UNITS, layout=gl.SliceLayout(1, LAYOUT))[:, None]
@@ -107,31 +110,29 @@ def _exchange(
         gdc_launch_dependents()
         gdc_wait()
     phase = gl.load(phases_ptr + program)
-    for chunk in range(program, num_chunks, num_programs):
-        first_elements = (chunk * CHUNK_UNITS + units) * PER_UNIT
-        elements = first_elements + unit_elements
-        slots = gl.where(first_elements < part_size, chunk // num_programs * CHUNK_UNITS + units, -1)
-        for step in gl.static_range(1, SIZE):
-            # Each rank starts with a different receiver, so that the ranks share the links evenly.
-            receiver = (RANK + step) % SIZE
-            part = gl.load(x_ptr + receiver * part_stride + elements, elements < part_size, 0)
-            put(part, find_region(addresses_ptr, receiver, RANK, phase, SIZE, REGION_BYTES), slots)
-    for chunk in range(program, num_chunks, num_programs):
-        first_elements = (chunk * CHUNK_UNITS + units) * PER_UNIT
-        elements = first_elements + unit_elements
-        slots = gl.where(first_elements < part_size, chunk // num_programs * CHUNK_UNITS + units, -1)
-        own_part = gl.load(x_ptr + RANK * part_stride + elements, elements < part_size, 0)
-        if SUMS:
-            sums = take_sum(own_part, addresses_ptr, slots, phase, RANK, SIZE, REGION_BYTES)
-            gl.store(out_ptr + elements, sums.to(out_ptr.dtype.element_ty), elements < part_size)
-        else:
-            out_elements = elements // row_size * (SIZE * row_size) + elements % row_size
-            for sender in gl.static_range(SIZE):
-                part = own_part
-                if sender != RANK:
-                    region = find_region(addresses_ptr, RANK, sender, phase, SIZE, REGION_BYTES)
-                    part = take(own_part, region, slots)
-                gl.store(out_ptr + sender * row_size + out_elements, part, elements < part_size)
+    for chunk in range(program - num_programs, num_chunks, num_programs):
+        sent_chunk = chunk + num_programs
+        if sent_chunk < num_chunks:
+            elements, mask, slots = find_chunk(sent_chunk, units, unit_elements, 0, part_size, part_size)
+            for step in gl.static_range(1, SIZE):
+                # Each rank starts with a different receiver, so that the ranks share the links evenly.
+                receiver = (RANK + step) % SIZE
+                part = gl.load(x_ptr + receiver * part_stride + elements, mask, 0)
+                put(part, find_region(addresses_ptr, receiver, RANK, phase, SIZE, REGION_BYTES), slots)
+        if chunk >= 0:
+            elements, mask, slots = find_chunk(chunk, units, unit_elements, 0, part_size, part_size)
+            own_part = gl.load(x_ptr + RANK * part_stride + elements, mask, 0)
+            if SUMS:
+                sums = take_sum(own_part, addresses_ptr, slots, phase, RANK, SIZE, REGION_BYTES)
+                gl.store(out_ptr + elements, sums.to(out_ptr.dtype.element_ty), mask)
+            else:
+                out_elements = elements // row_size * (SIZE * row_size) + elements % row_size
+                for sender in gl.static_range(SIZE):
+                    part = own_part
+                    if sender != RANK:
+                        region = find_region(addresses_ptr, RANK, sender, phase, SIZE, REGION_BYTES)
+                        part = take(own_part, region, slots)
+                    gl.store(out_ptr + sender * row_size + out_elements, part, mask)
     # All threads must have read the phase before it changes.
     gl.thread_barrier()
     gl.store(phases_ptr + program, 1 - phase)

@@ -99,6 +99,22 @@ def find_region(addresses_ptr, receiver, sender, phase, SIZE: gl.constexpr, REGI
 
 
 @gluon.jit
+def find_chunk(chunk, units, unit_elements, part, num_elements, part_size):
+    """Return (indices of a chunk's elements, whether each element exists, slot of each unit).
+
+    units: [CHUNK_UNITS, 1], indices of units in a chunk. unit_elements: [1, PER_UNIT], indices of elements in a unit.
+    The slot of a unit without elements is -1.
+    """
+    PER_UNIT: gl.constexpr = unit_elements.shape[1]
+    unit_starts = (chunk * units.shape[0] + units) * PER_UNIT
+    starts = part * part_size + unit_starts
+    slots = chunk // gl.num_programs(0) * units.shape[0] + units
+    slots = gl.where((unit_starts < part_size) & (starts < num_elements), slots, -1)
+    # Units do not cross the end of a part, because `part_size` is a multiple of PER_UNIT.
+    return starts + unit_elements, (slots >= 0) & (starts + unit_elements < num_elements), slots
+
+
+@gluon.jit
 def put(units, region, slots):
     """Send `units` [n, elements] to `slots` [n, 1] of the region at address `region`. Slot -1: send nothing."""
     PER_UNIT: gl.constexpr = units.shape[1]

@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from nanovllm_kernels.collective.gluon_peer_memory import find_region, put, take, take_sum
+from nanovllm_kernels.collective.gluon_peer_memory import find_chunk, find_region, put, take, take_sum
 from nanovllm_kernels.collective.peer_memory import PeerMemory
 from nanovllm_kernels.collective.policy import SLOT_BYTES, TwoShotLaunch
 from nanovllm_kernels.platform import can_overlap_launches
@@ -70,11 +70,11 @@ def _all_reduce(
         for step in gl.static_range(1, SIZE):
             # Each rank starts with another receiver, so that the ranks share the links evenly.
             receiver = (RANK + step) % SIZE
-            elements, mask, slots = _find_chunk(chunk, units, unit_elements, receiver, num_elements, part_size)
+            elements, mask, slots = find_chunk(chunk, units, unit_elements, receiver, num_elements, part_size)
             terms = gl.load(x_ptr + elements, mask, 0)
             put(terms, find_region(addresses_ptr, receiver, RANK, phase, SIZE, REGION_BYTES), slots)
     for chunk in range(program, num_chunks, num_programs):
-        elements, mask, slots = _find_chunk(chunk, units, unit_elements, RANK, num_elements, part_size)
+        elements, mask, slots = find_chunk(chunk, units, unit_elements, RANK, num_elements, part_size)
         own_terms = gl.load(x_ptr + elements, mask, 0)
         sums = take_sum(own_terms, addresses_ptr, slots, phase, RANK, SIZE, REGION_BYTES).to(own_terms.dtype)
         gl.store(x_ptr + elements, sums, mask)
@@ -84,26 +84,10 @@ def _all_reduce(
     for chunk in range(program, num_chunks, num_programs):
         for step in gl.static_range(1, SIZE):
             sender = (RANK + SIZE - step) % SIZE
-            elements, mask, slots = _find_chunk(chunk, units, unit_elements, sender, num_elements, part_size)
+            elements, mask, slots = find_chunk(chunk, units, unit_elements, sender, num_elements, part_size)
             region = find_region(addresses_ptr, RANK, sender, phase, SIZE, REGION_BYTES) + SUM_OFFSET
             sums = take(elements.to(x_ptr.dtype.element_ty), region, slots)
             gl.store(x_ptr + elements, sums, mask)
     # Wait until all threads have read the phase.
     gl.thread_barrier()
     gl.store(phases_ptr + program, 1 - phase)
-
-
-@gluon.jit
-def _find_chunk(chunk, units, unit_elements, part, num_elements, part_size):
-    """Return (indices of a chunk's elements, whether each element exists, slot of each unit).
-
-    units: [CHUNK_UNITS, 1], indices of units in a chunk. unit_elements: [1, PER_UNIT], indices of elements in a unit.
-    The slot of a unit without elements is -1.
-    """
-    PER_UNIT: gl.constexpr = unit_elements.shape[1]
-    unit_starts = (chunk * units.shape[0] + units) * PER_UNIT
-    starts = part * part_size + unit_starts
-    slots = chunk // gl.num_programs(0) * units.shape[0] + units
-    slots = gl.where((unit_starts < part_size) & (starts < num_elements), slots, -1)
-    # Units do not cross the end of a part, because `part_size` is a multiple of PER_UNIT.
-    return starts + unit_elements, (slots >= 0) & (starts + unit_elements < num_elements), slots

@@ -7,7 +7,13 @@ from torch import Tensor
 from nanovllm_kernels.collective import gluon_all_reduce_norm, gluon_exchange, gluon_two_shot
 from nanovllm_kernels.collective.collective_reference import TorchCollectives
 from nanovllm_kernels.collective.peer_memory import PeerMemory, count_buffer_bytes
-from nanovllm_kernels.collective.policy import EMPTY_BYTE, MAX_PROGRAMS, LaunchPolicy, choose_region_bytes
+from nanovllm_kernels.collective.policy import (
+    EMPTY_BYTE,
+    MAX_PROGRAMS,
+    LaunchPolicy,
+    choose_one_shot_limit,
+    choose_region_bytes,
+)
 from nanovllm_kernels.collective.symmetric_memory import SymmetricBuffer
 from nanovllm_kernels.platform import describe_device
 
@@ -45,7 +51,8 @@ class PeerCollectives:
         """Use kernels within the limits of `policy` (None: default limits). Other calls use `fallback` (None: NCCL)."""
         self.rank, self.size = peers.rank, peers.size
         self._peers = peers
-        self._policy = policy or LaunchPolicy(peers.size, peers.num_programs, peers.region_bytes)
+        one_shot_limit = choose_one_shot_limit(peers.size)
+        self._policy = policy or LaunchPolicy(peers.size, peers.num_programs, peers.region_bytes, one_shot_limit)
         self._fallback = fallback or TorchCollectives(group)
 
     def all_reduce(self, x: Tensor) -> None:
@@ -64,14 +71,17 @@ class PeerCollectives:
         """Overwrite `residual`, or `partial` if there is no residual, with the new residual. Returns normed rows."""
         num_rows, row_size = partial.shape
         normed = torch.empty_like(partial, dtype=dtype)
-        num_programs = self._policy.choose_norm_programs(num_rows, row_size * partial.itemsize)
-        if num_programs is not None:
-            gluon_all_reduce_norm.all_reduce_norm(
-                self._peers, partial, residual, norm_weight, eps, normed, num_programs
-            )
-        else:
+        rows_per_launch = self._policy.choose_norm_rows(num_rows, row_size * partial.itemsize)
+        if rows_per_launch is None:
             self.all_reduce(partial)
             gluon_all_reduce_norm.add_norm(self._peers, partial, residual, norm_weight, eps, normed)
+            return normed
+        for start in range(0, num_rows, rows_per_launch):
+            rows = slice(start, start + rows_per_launch)
+            residual_rows = None if residual is None else residual[rows]
+            gluon_all_reduce_norm.all_reduce_norm(
+                self._peers, partial[rows], residual_rows, norm_weight, eps, normed[rows]
+            )
         return normed
 
     def all_gather(self, x: Tensor) -> Tensor:

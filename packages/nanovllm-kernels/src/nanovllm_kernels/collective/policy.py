@@ -5,13 +5,14 @@ tensor once. In a two-shot kernel, each rank sums one part, and then sends the s
 The limits follow from measurements by `python -m nanovllm_kernels.benchmarks.collectives`.
 """
 
+import sys
 from dataclasses import dataclass
 
 MAX_PROGRAMS = 128  # maximum number of programs of a kernel
 NUM_PHASES = 2
 SLOT_BYTES = 16
 EMPTY_BYTE = 0xFF  # value of each byte of an empty slot
-# One-shot kernels send at most this number of bytes to all peers together.
+# With more than two ranks, one-shot kernels send at most this number of bytes to all peers together.
 ONE_SHOT_MAX_SENT_BYTES = 1 << 20
 # Two-shot kernels sum tensors of at most this number of bytes. NCCL sums larger tensors.
 TWO_SHOT_MAX_BYTES = 8 << 20
@@ -19,8 +20,9 @@ TWO_SHOT_MAX_BYTES = 8 << 20
 CHUNK_UNITS, LARGE_CHUNK_UNITS = 256, 512
 # Maximum number of warps of a program that norms a row.
 MAX_NORM_WARPS = 32
-# A region (a program's slots for one phase and one sender) holds at least a row of 8,192 float32.
-MIN_REGION_BYTES = 32 << 10
+# A region (a program's slots for one phase and one sender) holds at least a row of 8,192 float32. With two ranks, it
+# holds more rows, because large tensors also use one-shot kernels.
+MIN_REGION_BYTES, MIN_PAIR_REGION_BYTES = 32 << 10, 256 << 10
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ class LaunchPolicy:
     size: int  # number of ranks
     num_programs: int
     region_bytes: int
-    one_shot_max_sent_bytes: int = ONE_SHOT_MAX_SENT_BYTES
+    one_shot_max_sent_bytes: int
     two_shot_max_bytes: int = TWO_SHOT_MAX_BYTES
 
     def choose_exchange(self, part_bytes: int) -> ExchangeLaunch | None:
@@ -70,13 +72,15 @@ class LaunchPolicy:
         launch = self._choose_launch(part_size * element_bytes, self.region_bytes // 2)
         return None if launch is None else TwoShotLaunch(launch.num_programs, launch.chunk_units, part_size)
 
-    def choose_norm_programs(self, num_rows: int, row_bytes: int) -> int | None:
-        """Choose the number of programs that sum and norm `num_rows` rows. None: norm in a second kernel."""
+    def choose_norm_rows(self, num_rows: int, row_bytes: int) -> int | None:
+        """Choose how many of `num_rows` rows one launch sums and norms. None: norm in a second kernel."""
         row_slots_bytes = -(-row_bytes // SLOT_BYTES) * SLOT_BYTES
-        is_large = num_rows * row_bytes * (self.size - 1) > self.one_shot_max_sent_bytes
-        if is_large or -(-num_rows // self.num_programs) * row_slots_bytes > self.region_bytes:
+        max_rows = self.num_programs * (self.region_bytes // row_slots_bytes)
+        if max_rows == 0 or num_rows * row_bytes * (self.size - 1) > self.one_shot_max_sent_bytes:
             return None
-        return min(num_rows, self.num_programs)
+        num_launches = -(-num_rows // max_rows)
+        rows_per_program = -(-num_rows // (num_launches * self.num_programs))
+        return min(num_rows, rows_per_program * self.num_programs)
 
     def _choose_launch(self, part_bytes: int, slots_bytes: int) -> ExchangeLaunch | None:
         is_small = part_bytes <= self.num_programs * CHUNK_UNITS * SLOT_BYTES
@@ -87,9 +91,18 @@ class LaunchPolicy:
         return ExchangeLaunch(min(num_chunks, self.num_programs), chunk_units)
 
 
+def choose_one_shot_limit(size: int) -> int:
+    """Return the maximum number of bytes that one-shot kernels send to all peers together, for `size` ranks.
+
+    With two ranks, a two-shot kernel would send as many bytes as a one-shot kernel, so there is no limit.
+    """
+    return sys.maxsize if size == 2 else ONE_SHOT_MAX_SENT_BYTES
+
+
 def choose_region_bytes(size: int) -> int:
     """Return how many bytes of slots a program needs per phase and sender, for `size` ranks."""
     chunk_bytes = LARGE_CHUNK_UNITS * SLOT_BYTES
     num_chunks = -(-TWO_SHOT_MAX_BYTES // (size * MAX_PROGRAMS * chunk_bytes))
     # A two-shot kernel has half of a region for the terms of sums, and half for sums.
-    return max(MIN_REGION_BYTES, 2 * num_chunks * chunk_bytes)
+    min_bytes = MIN_PAIR_REGION_BYTES if size == 2 else MIN_REGION_BYTES
+    return max(min_bytes, 2 * num_chunks * chunk_bytes)
