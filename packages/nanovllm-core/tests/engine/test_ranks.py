@@ -1,6 +1,8 @@
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -114,6 +116,23 @@ def test_a_killed_rank_fails_open_requests_and_the_engine_in_this_process():
 
     asyncio.run(run())
     assert asyncio.run(answer_greedily(CONFIG)) == asyncio.run(answer_greedily(replace(CONFIG, tensor_parallel_size=1)))
+
+
+def test_a_program_whose_ranks_can_not_start_ends_with_their_error(tmp_path):
+    # Each rank imports the program, which lacks `if __name__ == "__main__":` and so starts an engine again.
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import asyncio, toy_model\n"
+        "from nanovllm_core import AsyncEngine, EngineConfig\n"
+        "config = EngineConfig(device='cpu', num_blocks=64, tensor_parallel_size=2)\n"
+        "asyncio.run(AsyncEngine.start(toy_model.toy_spec(), config))\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(toy_model.__file__).parent)}
+    result = subprocess.run(
+        [sys.executable, program], env=environment, capture_output=True, text=True, timeout=MAX_END_S, check=False
+    )
+    assert result.returncode == 1
+    assert "EngineDeadError: rank 1 has ended (exit code 1)" in result.stderr
 
 
 async def answer_greedily(config: EngineConfig) -> list[int]:

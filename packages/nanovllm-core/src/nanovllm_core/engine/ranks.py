@@ -36,6 +36,8 @@ STOP_TIMEOUT_S = 5.0
 FAILED_RANK_TIMEOUT_S = 1.0
 # Time for which rank 0 waits, after an error, for the report of a failed rank that may have caused the error.
 REPORT_TIMEOUT_S = 4.0
+# Rank 0 checks this often whether the other ranks run.
+START_POLL_S = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,7 @@ class RankArguments:
     """The arguments of a rank's process.
 
     rendezvous: file through which the ranks find each other.
+    start_marker: file that the rank creates before it joins the others.
     failure_pipe: write end of a pipe, for a `RankFailure`.
     host_memory: memory for the cache entries of all ranks; None without offloading.
     """
@@ -66,6 +69,7 @@ class RankArguments:
     config: ResolvedConfig
     rank: int
     rendezvous: Path
+    start_marker: Path
     ring: PlanRing
     failure_pipe: Connection
     host_memory: AnonymousMemory | None
@@ -93,7 +97,9 @@ class RankProcesses:
         self._failure_pipes: list[Connection] = []
         for rank in range(1, num_other_ranks + 1):
             read_end, write_end = context.Pipe(duplex=False)
-            arguments = RankArguments(spec, config, rank, self._rendezvous, self._ring, write_end, host_memory)
+            arguments = RankArguments(
+                spec, config, rank, self._rendezvous, self._start_marker(rank), self._ring, write_end, host_memory
+            )
             process = context.Process(target=run_rank, args=(arguments,), name=f"nanovllm-rank-{rank}", daemon=True)
             with write_end:
                 process.start()
@@ -102,7 +108,11 @@ class RankProcesses:
         threading.Thread(target=self._watch, name="nanovllm-ranks", daemon=True).start()
 
     def start_rank_0(self, spec: ModelSpec) -> Runner:
-        """Join the other ranks as rank 0 and start the runner. Raises the exceptions of `start_runner`."""
+        """Join the other ranks as rank 0 and start the runner.
+
+        Raises the exceptions of `start_runner`, and the failure of a rank that ends before it joins.
+        """
+        self._wait_for_processes()
         self._group = RankGroup(0, self._config, self._rendezvous)
         try:
             runner = start_runner(spec, self._config, self._group.context)
@@ -173,6 +183,18 @@ class RankProcesses:
                 process.join()
         self._directory.cleanup()
 
+    def _start_marker(self, rank: int) -> Path:
+        return Path(self._directory.name) / f"rank-{rank}-runs"
+
+    def _wait_for_processes(self) -> None:
+        """Wait until the other ranks are about to join. To join a rank that has ended would block this thread."""
+        for rank in range(1, len(self._processes) + 1):
+            while not self._start_marker(rank).exists():
+                self.check()
+                if self._is_stopping:
+                    raise EngineDeadError("the engine was stopped while it was starting")
+                time.sleep(START_POLL_S)
+
     def _watch(self) -> None:
         """Wait for the end of a process, and record why it ended."""
         rank_by_sentinel = {process.sentinel: rank for rank, process in enumerate(self._processes, 1)}
@@ -200,6 +222,7 @@ def run_rank(arguments: RankArguments) -> None:
     sys.stderr = _OutputWithoutTerminal(sys.stderr)
     try:
         spin_control = SpinControl(is_on=arguments.config.device == "cpu" and can_shorten_spins())
+        arguments.start_marker.touch()
         group = RankGroup(arguments.rank, arguments.config, arguments.rendezvous)
         runner = start_runner(arguments.spec, arguments.config, group.context)
         copier = make_copier(runner.cache, arguments.config, arguments.host_memory, group.context)
