@@ -127,7 +127,8 @@ class Runner:
         Raises the exceptions of `spec.build`, `find_draft_spec`, `CacheLayout.from_specs` and `make_proposer`.
         """
         device = torch.device(config.device)
-        if device.type == "cuda":
+        # The first call of a collective imports torch.compile, which creates its cache directory at once.
+        if device.type == "cuda" or parallel.size > 1:
             set_cache_directories()
         build = BuildContext(device, config.torch_dtype, parallel, config.compile, config.uses_mtp)
         draft_spec = find_draft_spec(spec, config)
