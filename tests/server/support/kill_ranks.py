@@ -111,11 +111,13 @@ async def kill_once(command: list[str], rank: int, num_ranks: int) -> str:
 
 
 async def _kill_once(command: list[str], rank: int, num_ranks: int, directory: str) -> str:
+    # pytest's process may have set torch's cache directory. The server has to set this directory by itself.
+    environment = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"}
     server = await asyncio.create_subprocess_exec(
         *command,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
-        env=os.environ | {"TMPDIR": directory},
+        env=environment | {"TMPDIR": directory},
     )
     assert server.stdout is not None
     assert server.stderr is not None

@@ -60,7 +60,6 @@ class RankArguments:
     """The arguments of a rank's process.
 
     rendezvous: file through which the ranks find each other.
-    start_marker: file that the rank creates before it joins the others.
     failure_pipe: write end of a pipe, for a `RankFailure`.
     host_memory: memory for the cache entries of all ranks; None without offloading.
     """
@@ -69,7 +68,6 @@ class RankArguments:
     config: ResolvedConfig
     rank: int
     rendezvous: Path
-    start_marker: Path
     ring: PlanRing
     failure_pipe: Connection
     host_memory: AnonymousMemory | None
@@ -97,9 +95,7 @@ class RankProcesses:
         self._failure_pipes: list[Connection] = []
         for rank in range(1, num_other_ranks + 1):
             read_end, write_end = context.Pipe(duplex=False)
-            arguments = RankArguments(
-                spec, config, rank, self._rendezvous, self._start_marker(rank), self._ring, write_end, host_memory
-            )
+            arguments = RankArguments(spec, config, rank, self._rendezvous, self._ring, write_end, host_memory)
             process = context.Process(target=run_rank, args=(arguments,), name=f"nanovllm-rank-{rank}", daemon=True)
             with write_end:
                 process.start()
@@ -183,13 +179,10 @@ class RankProcesses:
                 process.join()
         self._directory.cleanup()
 
-    def _start_marker(self, rank: int) -> Path:
-        return Path(self._directory.name) / f"rank-{rank}-runs"
-
     def _wait_for_processes(self) -> None:
-        """Wait until the other ranks are about to join. To join a rank that has ended would block this thread."""
+        """Wait until the other ranks are about to join. If a rank has ended, joining would block this thread."""
         for rank in range(1, len(self._processes) + 1):
-            while not self._start_marker(rank).exists():
+            while not _start_marker(self._rendezvous, rank).exists():
                 self.check()
                 if self._is_stopping:
                     raise EngineDeadError("the engine was stopped while it was starting")
@@ -213,6 +206,11 @@ class RankProcesses:
             callback()
 
 
+def _start_marker(rendezvous: Path, rank: int) -> Path:
+    """The file that a rank creates just before it joins the others."""
+    return rendezvous.with_name(f"rank-{rank}-runs")
+
+
 def run_rank(arguments: RankArguments) -> None:
     """Launch the steps that rank 0 plans, until rank 0 sends a stop message or the process of rank 0 ends."""
     # Terminals and service managers send these signals to all processes. Rank 0 decides when this process ends.
@@ -222,7 +220,7 @@ def run_rank(arguments: RankArguments) -> None:
     sys.stderr = _OutputWithoutTerminal(sys.stderr)
     try:
         spin_control = SpinControl(is_on=arguments.config.device == "cpu" and can_shorten_spins())
-        arguments.start_marker.touch()
+        _start_marker(arguments.rendezvous, arguments.rank).touch()
         group = RankGroup(arguments.rank, arguments.config, arguments.rendezvous)
         runner = start_runner(arguments.spec, arguments.config, group.context)
         copier = make_copier(runner.cache, arguments.config, arguments.host_memory, group.context)

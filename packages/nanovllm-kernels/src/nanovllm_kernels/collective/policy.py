@@ -73,7 +73,7 @@ class LaunchPolicy:
         return None if launch is None else TwoShotLaunch(launch.num_programs, launch.chunk_units, part_size)
 
     def choose_norm_rows(self, num_rows: int, row_bytes: int) -> int | None:
-        """Choose how many of `num_rows` rows one launch sums and norms. None: norm in a second kernel."""
+        """Choose how many of `num_rows` rows a launch sums and norms at most. None: norm in a second kernel."""
         row_slots_bytes = -(-row_bytes // SLOT_BYTES) * SLOT_BYTES
         max_rows = self.num_programs * (self.region_bytes // row_slots_bytes)
         if max_rows == 0 or num_rows * row_bytes * (self.size - 1) > self.one_shot_max_sent_bytes:
@@ -94,7 +94,7 @@ class LaunchPolicy:
 def choose_one_shot_limit(size: int) -> int:
     """Return the maximum number of bytes that one-shot kernels send to all peers together, for `size` ranks.
 
-    With two ranks, a two-shot kernel would send as many bytes as a one-shot kernel, so there is no limit.
+    With two ranks there is no limit, because a two-shot kernel would send as many bytes as a one-shot kernel.
     """
     return sys.maxsize if size == 2 else ONE_SHOT_MAX_SENT_BYTES
 
