@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -32,7 +33,7 @@ from transfer_pairs import (
 from nanovllm_core import AsyncEngine
 from nanovllm_core.cache.host_memory import EntryKind
 from nanovllm_core.cache.tiers import HostTier
-from nanovllm_core.transfer import leases, prefix_client, prefix_server
+from nanovllm_core.transfer import fetches, leases, prefix_client, prefix_server
 from nanovllm_core.transfer.fetch_times import FetchTimes
 from nanovllm_core.transfer.messages import Fetch
 from nanovllm_core.transfer.prefix_client import PeerConnection
@@ -225,17 +226,20 @@ async def test_a_request_that_is_aborted_when_its_fetch_has_ended_does_not_run(s
 
 async def test_a_copy_that_ends_after_its_fetch_keeps_its_slots(secret, oracle, monkeypatch):
     original = prefix_client._copy_entries
+    copies_may_end = threading.Event()
 
-    def copy_slowly(*arguments):
-        time.sleep(0.6)
+    def copy_after_the_fetch(*arguments):
+        monkeypatch.setattr(fetches, "MAX_DELAY_S", -math.inf)
+        assert copies_may_end.wait(timeout=60)
         return original(*arguments)
 
-    monkeypatch.setattr("nanovllm_core.transfer.fetches.MAX_DELAY_S", 0.2)
-    monkeypatch.setattr(prefix_client, "_copy_entries", copy_slowly)
+    monkeypatch.setattr(fetches, "MAX_DELAY_S", 60.0)
+    monkeypatch.setattr(prefix_client, "_copy_entries", copy_after_the_fetch)
     async with start_pair(secret) as (prefill, engine):
         assert await generate(engine, make_prompt(0)) == oracle(make_prompt(0), ANSWER_LEN)
         assert outcomes_of(engine) == {"too_slow": 1}
         assert engine.stats.num_held_host_slots > 0
+        copies_may_end.set()
         await check_idle(prefill, engine)
 
 

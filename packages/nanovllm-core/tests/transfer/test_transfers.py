@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 import time
 from dataclasses import replace
 
@@ -133,17 +134,19 @@ async def test_prompts_larger_than_the_limit_of_held_bytes_are_served(secret, or
 
 async def test_no_fetch_brings_blocks_back_after_a_reset(secret, oracle, monkeypatch):
     original = prefix_client._copy_entries
+    is_reset = threading.Event()
 
-    def copy_slowly(*arguments):
-        time.sleep(0.3)
+    def copy_after_the_reset(*arguments):
+        assert is_reset.wait(timeout=60)
         return original(*arguments)
 
-    monkeypatch.setattr(prefix_client, "_copy_entries", copy_slowly)
+    monkeypatch.setattr(prefix_client, "_copy_entries", copy_after_the_reset)
     monkeypatch.setattr(PeerConnection, "reset_prefix_cache", lambda _: None)
     async with start_pair(secret) as (prefill, engine):
         task = asyncio.create_task(generate(engine, make_prompt(0)))
         await wait_until(lambda: prefill.stats.num_leases == 1)
         await engine.reset_prefix_cache()
+        is_reset.set()
         assert await task == oracle(make_prompt(0), ANSWER_LEN)
         assert outcomes_of(engine) == {"fetched": 1}
         assert engine.stats.num_cached_prompt_tokens == 0
