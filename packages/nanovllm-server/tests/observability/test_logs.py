@@ -115,6 +115,19 @@ async def test_log_shortens_names_of_unknown_fields(post, recorder):
     assert line["fields"] == ["x" * 80, "a\nb"]
 
 
+async def test_log_names_unknown_fields_of_nested_objects(post, recorder):
+    function = {"name": "add", "x": 1, "parameters": {"type": "object", "x-order": 1}}
+    await post(
+        messages=[{"role": "user", "content": [{"type": "text", "text": "hello", "cache_control": {}}]}],
+        metadata={"trace": "1"},
+        reasoning={"summary": "auto"},
+        tools=[{"type": "function", "function": function}],
+        tool_choice="none",
+    )
+    paths = ["messages[0].content[0].cache_control", "reasoning.summary", "tools[0].function.x"]
+    assert recorder.lines[0]["fields"] == paths
+
+
 async def test_prompts_are_logged_only_on_request(post, recorder, service):
     await post(messages=[{"role": "user", "content": "a secret"}])
     assert "secret" not in repr(recorder.lines)

@@ -24,6 +24,8 @@ class FieldReader:
         self._values = values
         self._path = path
         self._names_read: set[str] = set()
+        # Readers of nested objects, by path.
+        self._nested_readers: dict[str, FieldReader] = {}
 
     def path(self, name: str) -> str:
         """Returns the path of the field `name`, for `param` in errors."""
@@ -35,8 +37,9 @@ class FieldReader:
         return self._values.get(name)
 
     def unknown_paths(self) -> list[str]:
-        """Returns the paths of the fields that no method has read."""
-        return [self.path(name) for name in self._values if name not in self._names_read]
+        """Returns the paths of the fields that no method has read, here and in the objects that were read from here."""
+        paths = [self.path(name) for name in self._values if name not in self._names_read]
+        return paths + [path for reader in self._nested_readers.values() for path in reader.unknown_paths()]
 
     def wrong(self, name: str, expected: str) -> ApiError:
         """Returns the error for a wrong or absent field. expected: text after "must be" in the message."""
@@ -99,20 +102,29 @@ class FieldReader:
             raise self.wrong(name, expected)
         return value
 
+    def mapping(self, name: str) -> dict[str, JSON] | None:
+        """Reads an object with any fields."""
+        value = self.raw(name)
+        if value is not None and not isinstance(value, dict):
+            raise self.wrong(name, "an object")
+        return value
+
     def child(self, name: str) -> "FieldReader | None":
         """Returns a reader of the object in the field `name`."""
-        value = self.raw(name)
-        if value is None:
-            return None
-        if not isinstance(value, dict):
-            raise self.wrong(name, "an object")
-        return FieldReader(value, self.path(name))
+        value = self.mapping(name)
+        return None if value is None else self._read_nested(name, value, self.path(name))
 
     def element(self, name: str, index: int, value: JSON, expected: str) -> "FieldReader":
         """Returns a reader of `value`, the object at `index` in the array `name`. expected: text after "must be"."""
         path = f"{self.path(name)}[{index}]"
         if not isinstance(value, dict):
             raise bad_field(path, expected, value)
+        return self._read_nested(name, value, path)
+
+    def _read_nested(self, name: str, value: dict[str, JSON], path: str) -> "FieldReader":
+        return self._nested_readers.setdefault(path, self._make_reader(name, value, path))
+
+    def _make_reader(self, name: str, value: dict[str, JSON], path: str) -> "FieldReader":  # noqa: ARG002
         return FieldReader(value, path)
 
 

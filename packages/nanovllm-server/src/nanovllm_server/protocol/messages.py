@@ -32,19 +32,16 @@ class Message:
     tool_calls: tuple[PastToolCall, ...] = ()
 
 
-def parse_messages(body: FieldReader) -> tuple[tuple[Message, ...], list[str]]:
-    """Returns (messages, paths of unknown fields in the messages). Raises ApiError."""
+def parse_messages(body: FieldReader) -> tuple[Message, ...]:
+    """Reads the messages. Raises ApiError."""
     expected = f"an array of 1 to {MAX_MESSAGES} messages"
     items = body.array("messages", expected, MAX_MESSAGES)
     if not items:
         raise body.wrong("messages", expected)
-    unknown_paths: list[str] = []
-    messages: list[Message] = []
-    for index, item in enumerate(items):
-        fields = body.element("messages", index, item, "an object with role and content")
-        messages.append(_read_message(fields))
-        unknown_paths += fields.unknown_paths()
-    return tuple(messages), unknown_paths
+    return tuple(
+        _read_message(body.element("messages", index, item, "an object with role and content"))
+        for index, item in enumerate(items)
+    )
 
 
 def _read_message(fields: FieldReader) -> Message:

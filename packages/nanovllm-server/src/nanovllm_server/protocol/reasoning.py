@@ -28,7 +28,6 @@ class ReasoningOptions:
     max_tokens: int | None
     max_tokens_field: str
     is_included: bool
-    unknown_fields: tuple[str, ...]
 
 
 def parse_reasoning(body: FieldReader) -> ReasoningOptions:
@@ -57,7 +56,6 @@ def parse_reasoning(body: FieldReader) -> ReasoningOptions:
         max_tokens=max_tokens,
         max_tokens_field=max_tokens_field,
         is_included=include_reasoning is not False and not is_excluded,
-        unknown_fields=tuple(fields.unknown_paths()),
     )
 
 

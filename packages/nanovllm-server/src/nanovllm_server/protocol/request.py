@@ -109,7 +109,7 @@ def parse_chat_request(data: bytes | bytearray, limits: Limits, defaults: Sampli
 
 def read_chat_request(body: FieldReader, limits: Limits, defaults: SamplingDefaults) -> ChatRequest:
     """Validates the fields of a request's body. Raises ApiError (400), which names the field."""
-    messages, unknown_in_messages = parse_messages(body)
+    messages = parse_messages(body)
     refuse_unsupported(body)
     _check_ignored_fields(body)
     n = body.integer("n", 1, min(MAX_CHOICES, limits.max_sequences))
@@ -144,14 +144,14 @@ def read_chat_request(body: FieldReader, limits: Limits, defaults: SamplingDefau
         request_id=_read_request_id(body),
         transfer_params=parse_transfer_params(body),
         # Must come last: a field is unknown if no line above reads the field.
-        unknown_fields=(*body.unknown_paths(), *reasoning.unknown_fields, *unknown_in_messages),
+        unknown_fields=tuple(body.unknown_paths()),
     )
 
 
 def _check_ignored_fields(body: FieldReader) -> None:
     """Checks the types of ignored fields."""
     body.text("user")
-    body.child("metadata")
+    body.mapping("metadata")
     body.boolean("store")
     body.text("service_tier")
     body.text("prompt_cache_key")

@@ -127,17 +127,12 @@ class _RecordingReader(FieldReader):
         self._node.record(name, documented_schema)
         return super().array(name, expected, max_items)
 
-    def child(self, name: str) -> FieldReader | None:
+    def mapping(self, name: str) -> dict[str, JSON] | None:
         self._node.record(name, {"type": "object"})
-        child = super().child(name)
-        value = self._values.get(name)
-        if child is None or not isinstance(value, dict):
-            return None
-        return _RecordingReader(value, self._node.child(name), self.path(name))
+        return super().mapping(name)
 
-    def element(self, name: str, index: int, value: JSON, expected: str) -> FieldReader:
-        super().element(name, index, value, expected)
-        return _RecordingReader(cast(dict[str, JSON], value), self._node.child(name), f"{self.path(name)}[{index}]")
+    def _make_reader(self, name: str, value: dict[str, JSON], path: str) -> FieldReader:
+        return _RecordingReader(value, self._node.child(name), path)
 
 
 def _with_null(documented_schema: Schema) -> Schema:

@@ -44,10 +44,7 @@ def _read_variables(body: FieldReader, reasoning: ReasoningOptions) -> dict[str,
     # Set both variables: some templates read `reasoning_effort`, and other templates read `enable_thinking`.
     values: dict[str, JSON] = {"reasoning_effort": reasoning.effort, "enable_thinking": reasoning.is_enabled}
     variables = {name: value for name, value in values.items() if value is not None}
-    template_kwargs = body.raw("chat_template_kwargs", {"type": "object"})
-    if template_kwargs is not None and not isinstance(template_kwargs, dict):
-        raise body.wrong("chat_template_kwargs", "an object")
-    return {**variables, **(template_kwargs or {})}
+    return {**variables, **(body.mapping("chat_template_kwargs") or {})}
 
 
 def _read_documents(body: FieldReader) -> tuple[dict[str, JSON], ...] | None:

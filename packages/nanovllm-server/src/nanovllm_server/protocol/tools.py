@@ -175,10 +175,9 @@ def _read_function(tool: FieldReader) -> Function:
     if not name or not FUNCTION_NAME_CHARACTERS.issuperset(name):
         raise function.wrong("name", f"a string of 1 to {MAX_FUNCTION_NAME_LENGTH} letters, digits and _-.:/")
     function.text("description")
-    parameters = function.child("parameters")
     return Function(
         name,
-        None if parameters is None else function.raw("parameters"),
+        function.mapping("parameters"),
         function.boolean("strict") or False,
         function.path("parameters"),
     )
