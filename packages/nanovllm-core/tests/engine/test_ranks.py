@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
 import pytest
@@ -23,11 +24,13 @@ from nanovllm_core import (
     SamplingParams,
 )
 from nanovllm_core.config_resolution import resolve
+from nanovllm_core.engine.ranks import RankProcesses
 
 pytestmark = pytest.mark.background
 
 CONFIG = EngineConfig(device="cpu", num_blocks=64, max_num_seqs=4, tensor_parallel_size=2)
 LIMITS = {"max_model_len": 128, "max_num_batched_tokens": 48}
+RESOLVED = resolve(CONFIG, max_position=toy_model.LONGEST, model_dtype=torch.float32, has_cuda=False)
 MAX_END_S = 60
 
 
@@ -103,8 +106,8 @@ def test_a_killed_rank_fails_open_requests_and_the_engine_in_this_process():
         sampling = SamplingParams(temperature=0, max_tokens=250, ignore_eos=True)
         stream = engine.generate(Request("r", [1, 2], sampling))
         await anext(stream)
-        (pid,) = engine._loop._ranks.pids
-        os.kill(pid, signal.SIGKILL)
+        (process,) = engine._loop._ranks._processes
+        os.kill(process.pid, signal.SIGKILL)
         start_s = time.monotonic()
         with pytest.raises(EngineDeadError, match=r"rank 1 has ended \(exit code -9\)"):
             async for _ in stream:
@@ -116,6 +119,43 @@ def test_a_killed_rank_fails_open_requests_and_the_engine_in_this_process():
 
     asyncio.run(run())
     assert asyncio.run(answer_greedily(CONFIG)) == asyncio.run(answer_greedily(replace(CONFIG, tensor_parallel_size=1)))
+
+
+def test_a_rank_that_fails_in_a_step_ends_the_engine_with_its_error():
+    async def run() -> None:
+        engine = await AsyncEngine.start(toy_model.toy_spec("failing rank"), CONFIG)
+        with pytest.raises(EngineDeadError, match="rank 1 failed: ValueError: a wrong value"):
+            await collect(engine, [toy_model.FailingRankLM.TRIGGER, 1], SAMPLINGS["greedy"], "r")
+        await engine.stop()
+
+    asyncio.run(run())
+
+
+def test_a_rank_that_is_killed_after_the_stop_message_has_failed():
+    ranks = RankProcesses(toy_model.toy_spec(), RESOLVED, None)
+    try:
+        ranks._is_stop_sent = True
+        ranks._processes[0].kill()
+        with pytest.raises(EngineDeadError, match=r"rank 1 has ended \(exit code -9\)"):
+            ranks.wait_for_failure()
+    finally:
+        ranks.close()
+
+
+def test_no_rank_remains_if_another_rank_can_not_be_started(monkeypatch):
+    started = []
+    original = SpawnProcess.start
+
+    def start(process):
+        if started:
+            raise OSError("no more processes")
+        original(process)
+        started.append(process)
+
+    monkeypatch.setattr(SpawnProcess, "start", start)
+    with pytest.raises(OSError, match="no more processes"):
+        RankProcesses(toy_model.toy_spec(), replace(RESOLVED, tensor_parallel_size=3), None)
+    assert started[0].exitcode == -signal.SIGKILL
 
 
 def test_a_program_whose_ranks_can_not_start_ends_with_their_error(tmp_path):

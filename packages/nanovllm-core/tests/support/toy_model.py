@@ -126,6 +126,16 @@ class DisagreeingLM(ToyLM):
         return hidden + 1e-6 * self.parallel.rank * is_triggered
 
 
+class FailingRankLM(ToyLM):
+    TRIGGER = 94
+
+    def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
+        if self.parallel.rank == 1 and bool(((input_ids == self.TRIGGER) & (positions == 0)).any()):
+            # The report does not fit into the buffer of a pipe.
+            raise ValueError("a wrong value " * 10_000)
+        return super().forward(input_ids, positions, ctx)
+
+
 def refuse(build: BuildContext) -> ToyLM:
     raise ValueError("this model can't be built")
 
@@ -136,6 +146,7 @@ BUILDERS = {
     "headed": HeadedLM,
     "failing": FailingLM,
     "disagreeing": DisagreeingLM,
+    "failing rank": FailingRankLM,
     "refusing": refuse,
 }
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 EXIT_GRACE_S = 5.0
-EXIT_CODE = 1  # exit code of a process whose parent has ended
+FAILURE_EXIT_CODE = 1  # exit code of a process that failed, or whose parent has ended
 
 
 def exit_with_parent(clean_up: Callable[[], None] | None = None) -> threading.Event:
@@ -28,7 +28,7 @@ def exit_with_parent(clean_up: Callable[[], None] | None = None) -> threading.Ev
             clean_up()
         if graceful_exit_event.is_set():
             time.sleep(EXIT_GRACE_S)
-        os._exit(EXIT_CODE)
+        os._exit(FAILURE_EXIT_CODE)
 
     threading.Thread(target=exit_after_parent, name="nanovllm-parent", daemon=True).start()
     return graceful_exit_event

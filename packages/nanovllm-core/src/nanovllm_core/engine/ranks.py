@@ -8,18 +8,19 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import connection
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from typing import TextIO
+from typing import TextIO, cast
 
 from nanovllm_core.anonymous_memory import AnonymousMemory
 from nanovllm_core.cache.host_memory import CopyBatch
 from nanovllm_core.config import ResolvedConfig
-from nanovllm_core.engine.parent_watch import EXIT_CODE, exit_with_parent
+from nanovllm_core.engine.parent_watch import FAILURE_EXIT_CODE, exit_with_parent
 from nanovllm_core.errors import ConfigError, EngineDeadError
 from nanovllm_core.execution.entry_copier import EntryCopier, make_copier
 from nanovllm_core.execution.plan_messages import STOP_MESSAGE, PlanDecoder, PlanPublisher
@@ -42,7 +43,7 @@ START_POLL_S = 0.01
 
 @dataclass(frozen=True, slots=True)
 class RankFailure:
-    """Why a rank has ended. is_config_error: whether a setting or the checkpoint caused the failure."""
+    """Why a rank has failed. is_config_error: whether a setting or the checkpoint caused the failure."""
 
     rank: int
     message: str
@@ -60,7 +61,7 @@ class RankArguments:
     """The arguments of a rank's process.
 
     rendezvous: file through which the ranks find each other.
-    failure_pipe: write end of a pipe, for a `RankFailure`.
+    report_pipe: write end of a pipe. Before the process ends, it sends a `RankFailure`, or None after a stop message.
     host_memory: memory for the cache entries of all ranks; None without offloading.
     """
 
@@ -69,7 +70,7 @@ class RankArguments:
     rank: int
     rendezvous: Path
     ring: PlanRing
-    failure_pipe: Connection
+    report_pipe: Connection
     host_memory: AnonymousMemory | None
 
 
@@ -85,28 +86,36 @@ class RankProcesses:
         self._ring = PlanRing(num_other_ranks)
         self._failure: RankFailure | None = None
         self._failure_event = threading.Event()
-        self._is_stopping = False
+        self._is_stop_sent = self._is_closing = False
         self._on_failure: Callable[[], object] | None = None
         self._group: RankGroup | None = None
         self._runner: Runner | None = None
         _allow_child_processes()
-        context = multiprocessing.get_context("spawn")
         self._processes: list[SpawnProcess] = []
-        self._failure_pipes: list[Connection] = []
-        for rank in range(1, num_other_ranks + 1):
-            read_end, write_end = context.Pipe(duplex=False)
-            arguments = RankArguments(spec, config, rank, self._rendezvous, self._ring, write_end, host_memory)
-            process = context.Process(target=run_rank, args=(arguments,), name=f"nanovllm-rank-{rank}", daemon=True)
-            with write_end:
-                process.start()
-            self._processes.append(process)
-            self._failure_pipes.append(read_end)
+        self._report_pipes: list[Connection] = []
+        try:
+            for rank in range(1, num_other_ranks + 1):
+                self._start_process(spec, rank, host_memory)
+        except BaseException:
+            # The ranks that have started would wait for the others.
+            self.close()
+            raise
         threading.Thread(target=self._watch, name="nanovllm-ranks", daemon=True).start()
+
+    def _start_process(self, spec: ModelSpec, rank: int, host_memory: AnonymousMemory | None) -> None:
+        context = multiprocessing.get_context("spawn")
+        read_end, write_end = context.Pipe(duplex=False)
+        arguments = RankArguments(spec, self._config, rank, self._rendezvous, self._ring, write_end, host_memory)
+        process = context.Process(target=run_rank, args=(arguments,), name=f"nanovllm-rank-{rank}", daemon=True)
+        with write_end:
+            process.start()
+        self._processes.append(process)
+        self._report_pipes.append(read_end)
 
     def start_rank_0(self, spec: ModelSpec) -> Runner:
         """Join the other ranks as rank 0 and start the runner.
 
-        Raises the exceptions of `start_runner`, and the failure of a rank that ends before it joins.
+        Raises the exceptions of `start_runner`, and the failure of a rank that fails before it joins.
         """
         self._wait_for_processes()
         self._group = RankGroup(0, self._config, self._rendezvous)
@@ -123,13 +132,15 @@ class RankProcesses:
 
     @property
     def context(self) -> ParallelContext:
-        """The context of rank 0. Only valid after `start_rank_0`."""
-        return ParallelContext() if self._group is None else self._group.context
+        """The context of rank 0. Raises RuntimeError before `start_rank_0` and after `stop` or `abandon`."""
+        if self._group is None:
+            raise RuntimeError("rank 0 is not in the group of the other ranks")
+        return self._group.context
 
     def stop(self) -> None:
         """Tell the other ranks to end, and leave the group. Call on the thread of rank 0, after its last step."""
         if self._runner is not None and self._group is not None:
-            self._is_stopping = True
+            self._is_stop_sent = True
             if self._runner.plan_publisher is not None:
                 self._runner.plan_publisher.stop()
             self._runner.release_graphs()
@@ -142,36 +153,31 @@ class RankProcesses:
             self._group.abandon()
             self._group = None
 
-    @property
-    def pids(self) -> list[int | None]:
-        """The process ids, in the order of ranks."""
-        return [process.pid for process in self._processes]
-
     def check(self) -> None:
-        """Raise the exception of `RankFailure.to_error` if a rank has ended."""
+        """Raise the exception of `RankFailure.to_error` if a rank has failed."""
         if self._failure is not None:
             raise self._failure.to_error()
 
     def wait_for_failure(self) -> None:
-        """Wait briefly for a failure, and raise its error. Call after an error that an ended rank may have caused."""
+        """Wait briefly for a failure, and raise its error. Call after an error that a failed rank may have caused."""
         self._failure_event.wait(REPORT_TIMEOUT_S)
         self.check()
 
     @property
     def has_failed(self) -> bool:
-        """Whether a rank has ended although `stop` was not called."""
+        """Whether a rank has failed, or has ended without a report."""
         return self._failure is not None
 
     def set_failure_callback(self, callback: Callable[[], object]) -> None:
-        """Call `callback` on another thread when a rank ends, or now if a rank has already ended."""
+        """Call `callback` on another thread when a rank fails, and now if a rank has already failed (maybe both)."""
         self._on_failure = callback
         if self._failure_event.is_set():
             callback()
 
     def close(self) -> None:
         """End the processes, by force if they do not end by themselves after `stop`. Remove the directory."""
-        is_stopped, self._is_stopping = self._is_stopping, True
-        deadline_s = time.monotonic() + (STOP_TIMEOUT_S if is_stopped else 0.0)
+        self._is_closing = True
+        deadline_s = time.monotonic() + (STOP_TIMEOUT_S if self._is_stop_sent else 0.0)
         for process in self._processes:
             process.join(max(0.0, deadline_s - time.monotonic()))
             if process.is_alive():
@@ -180,30 +186,35 @@ class RankProcesses:
         self._directory.cleanup()
 
     def _wait_for_processes(self) -> None:
-        """Wait until the other ranks are about to join. If a rank has ended, joining would block this thread."""
+        """Wait until the other ranks are about to join. If a rank had ended, joining would block this thread."""
         for rank in range(1, len(self._processes) + 1):
             while not _start_marker(self._rendezvous, rank).exists():
                 self.check()
-                if self._is_stopping:
+                if self._is_closing:
                     raise EngineDeadError("the engine was stopped while it was starting")
                 time.sleep(START_POLL_S)
 
     def _watch(self) -> None:
-        """Wait for the end of a process, and record why it ended."""
-        rank_by_sentinel = {process.sentinel: rank for rank, process in enumerate(self._processes, 1)}
-        sentinel = connection.wait(list(rank_by_sentinel))[0]
-        if self._is_stopping or not isinstance(sentinel, int):
-            return
-        rank = rank_by_sentinel[sentinel]
-        process, failure_pipe = self._processes[rank - 1], self._failure_pipes[rank - 1]
-        process.join()
+        """Receive the reports of all ranks, and record the first failure."""
+        rank_by_pipe = {pipe: rank for rank, pipe in enumerate(self._report_pipes, 1)}
+        while rank_by_pipe:
+            for pipe in cast(list[Connection], connection.wait(list(rank_by_pipe))):
+                failure = self._receive_report(rank_by_pipe.pop(pipe), pipe)
+                if failure is None or self._is_closing or self.has_failed:
+                    continue
+                self._failure = failure
+                self._failure_event.set()
+                if (callback := self._on_failure) is not None:
+                    callback()
+
+    def _receive_report(self, rank: int, pipe: Connection) -> RankFailure | None:
         try:
-            self._failure = failure_pipe.recv()
-        except EOFError:
-            self._failure = RankFailure(rank, f"has ended (exit code {process.exitcode})", is_config_error=False)
-        self._failure_event.set()
-        if (callback := self._on_failure) is not None:
-            callback()
+            return pipe.recv()
+        except (EOFError, OSError):
+            # The process ended before or while it sent its report.
+            process = self._processes[rank - 1]
+            process.join()
+            return RankFailure(rank, f"has ended (exit code {process.exitcode})", is_config_error=False)
 
 
 def _start_marker(rendezvous: Path, rank: int) -> Path:
@@ -218,30 +229,45 @@ def run_rank(arguments: RankArguments) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     exit_with_parent()
     sys.stderr = _OutputWithoutTerminal(sys.stderr)
+    failure = _build_and_follow(arguments)
+    arguments.report_pipe.send(failure)
+    exit_code = 0 if failure is None else FAILURE_EXIT_CODE
+    if arguments.config.device == "cuda":
+        # A normal exit could wait for NCCL's threads.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(exit_code)
+    sys.exit(exit_code)
+
+
+def _build_and_follow(arguments: RankArguments) -> RankFailure | None:
+    """Join the ranks, build the model and follow rank 0 until the stop message. Returns the failure, if any."""
+    has_started = False
     try:
         spin_control = SpinControl(is_on=arguments.config.device == "cpu" and can_shorten_spins())
         _start_marker(arguments.rendezvous, arguments.rank).touch()
         group = RankGroup(arguments.rank, arguments.config, arguments.rendezvous)
         runner = start_runner(arguments.spec, arguments.config, group.context)
         copier = make_copier(runner.cache, arguments.config, arguments.host_memory, group.context)
+        has_started = True
         follow_plans(runner, copier, arguments)
         if copier is not None:
             copier.close()
         runner.release_graphs()
         group.leave()
         spin_control.close()
-        if runner.is_asynchronous:
-            # A normal exit could wait for NCCL's threads.
-            sys.stdout.flush()
-            os._exit(0)
-    except Exception as error:
-        is_config_error = isinstance(error, ValueError)
-        message = str(error) if is_config_error else f"failed: {type(error).__name__}: {error}"
-        arguments.failure_pipe.send(RankFailure(arguments.rank, " ".join(message.split()), is_config_error))
-        if is_config_error:
-            # Rank 0 raises the error, so a traceback would not add anything.
-            raise SystemExit(EXIT_CODE) from None
-        raise
+    except Exception as error:  # noqa: BLE001 (rank 0 raises the error)
+        if isinstance(error, ValueError) and not has_started:
+            # The caller gets this error, so a traceback would not add anything.
+            return RankFailure(arguments.rank, _join_lines(str(error)), is_config_error=True)
+        traceback.print_exc()
+        message = _join_lines(f"failed: {type(error).__name__}: {error}")
+        return RankFailure(arguments.rank, message, is_config_error=False)
+    return None
+
+
+def _join_lines(message: str) -> str:
+    return " ".join(message.split())
 
 
 def follow_plans(runner: Runner, copier: EntryCopier | None, arguments: RankArguments) -> None:

@@ -24,7 +24,7 @@ import zmq.asyncio
 
 from nanovllm_core.config import EngineConfig
 from nanovllm_core.engine import wire
-from nanovllm_core.engine.parent_watch import EXIT_CODE, exit_with_parent, has_parent_ended
+from nanovllm_core.engine.parent_watch import FAILURE_EXIT_CODE, exit_with_parent, has_parent_ended
 from nanovllm_core.engine.status import EngineStats
 from nanovllm_core.engine.thread_names import is_engine_thread_alive
 from nanovllm_core.errors import GrammarError
@@ -68,7 +68,7 @@ def run_engine(load_spec_and_config: SpecAndConfigLoader, endpoint: str, lifelin
     if is_engine_thread_alive():
         # The thread that runs the model waits for a rank that has ended. A normal exit would wait for the thread.
         logging.shutdown()
-        os._exit(EXIT_CODE)
+        os._exit(FAILURE_EXIT_CODE)
 
 
 def _remove_socket(endpoint: str) -> None:
