@@ -8,7 +8,7 @@ import time
 import pytest
 from ring_reader import digest, read_messages
 
-from nanovllm_core.parallel.plan_ring import MAX_PIECE_BYTES, RING_BYTES, PlanRing
+from nanovllm_core.parallel.plan_ring import MAX_PIECE_BYTES, RING_BYTES, PlanReader, PlanRing, PlanWriter
 
 SIZES = [0, 1, 7, 8, 1000, MAX_PIECE_BYTES - 1, MAX_PIECE_BYTES, MAX_PIECE_BYTES + 1, 3 * RING_BYTES]
 
@@ -57,22 +57,38 @@ def test_writer_of_a_full_ring_stops_when_a_reader_has_ended():
         writer.write(bytes(2 * MAX_PIECE_BYTES))
 
 
-def test_reader_waits_for_the_payload_if_the_position_arrives_first():
+@pytest.mark.parametrize("late", [slice(0, 16), slice(4, 8), slice(8, 16), slice(20, 60)], ids=str)
+def test_reader_waits_for_a_piece_whose_bytes_arrive_after_the_position(late):
     ring = PlanRing(1)
     writer, reader = ring.open_writer(lambda: None), ring.open_reader(0, spins=True)
-    first, second = b"a" * 100, b"b" * 100
-    writer.write(first)
-    assert reader.read() == first
-    # Simulate reordered stores: part of the payload still has old bytes.
-    end = writer._positions[0]
-    writer.write(second)
-    stored = bytes(writer._data[end : end + 200])
-    writer._data[end + 20 : end + 60] = bytes(40)
+    message = b"b" * (MAX_PIECE_BYTES + 1)
+    writer.write(message)
+    # Simulate reordered stores: a part of the first piece is not stored yet.
+    check_reader_waits(writer, reader, message, late, bytes(late.stop - late.start))
+
+
+def test_reader_waits_for_a_piece_that_replaces_an_earlier_piece():
+    ring = PlanRing(1)
+    writer, reader = ring.open_writer(lambda: None), ring.open_reader(0, spins=True)
+    for _ in range(RING_BYTES // 1024):
+        writer.write(b"a" * (1024 - 16))
+        reader.read()
+    piece = slice(0, 1024)
+    old_bytes = bytes(writer._data[piece])
+    message = b"b" * (1024 - 16)
+    writer.write(message)
+    check_reader_waits(writer, reader, message, piece, old_bytes)
+
+
+def check_reader_waits(writer: PlanWriter, reader: PlanReader, message: bytes, late: slice, old_bytes: bytes) -> None:
+    """Check that `reader` returns `message` only after the bytes `late` of the ring have replaced `old_bytes`."""
+    stored_bytes = bytes(writer._data[late])
+    writer._data[late] = old_bytes
     received = []
     thread = threading.Thread(target=lambda: received.append(reader.read()))
     thread.start()
     time.sleep(0.05)
     assert not received
-    writer._data[end : end + 200] = stored
+    writer._data[late] = stored_bytes
     thread.join(10)
-    assert received == [second]
+    assert received == [message]

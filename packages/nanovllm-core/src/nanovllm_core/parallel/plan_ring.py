@@ -9,12 +9,12 @@ from nanovllm_core.anonymous_memory import AnonymousMemory
 
 # Bytes per position (see `PlanRing`). Each position has its own cache line, so that readers don't slow each other down.
 _POSITION_BYTES = 64
-# Header of a piece of a message: length in bytes and CRC-32 of the payload, and whether the message has more pieces.
+# Header of a piece of a message: length in bytes, whether the message has more pieces, and the piece's checksum.
 _PIECE_HEADER = struct.Struct("<IIQ")
 RING_BYTES = 1 << 22
 # A message is cut into pieces of at most this size, so that a message may be larger than the ring.
 MAX_PIECE_BYTES = RING_BYTES // 4
-# A waiting reader sleeps IDLE_POLL_S between polls. A spinning reader does so only after the first SPIN_S of a wait.
+# A waiting reader sleeps IDLE_POLL_S between polls. A spinning reader first polls for SPIN_S without sleeping.
 SPIN_S = 0.2
 IDLE_POLL_S = 0.0005
 WRITER_POLL_S = 0.0001
@@ -74,7 +74,8 @@ class PlanWriter:
         while end - min(self._positions[index] for index in self._reader_indices) > RING_BYTES:
             self._check_readers()
             time.sleep(WRITER_POLL_S)
-        _copy_into(self._data, begin, _PIECE_HEADER.pack(len(piece), zlib.crc32(piece), has_more))
+        checksum = _checksum_piece(begin, piece, has_more=has_more)
+        _copy_into(self._data, begin, _PIECE_HEADER.pack(len(piece), has_more, checksum))
         _copy_into(self._data, begin + _PIECE_HEADER.size, piece)
         # Processors load and store 64 bits at once, so readers never see a partly written position.
         self._positions[_WRITER_INDEX] = end
@@ -83,8 +84,8 @@ class PlanWriter:
 class PlanReader:
     """Reads each message once, in order. Only one thread may read.
 
-    spins: whether `read` first polls for SPIN_S seconds without sleeping. A sleep would delay a message by 0.1 ms or
-        more, but a spinning thread occupies a core.
+    spins: whether `read` first polls for SPIN_S seconds without sleeping. A sleep delays a message by up to
+        IDLE_POLL_S seconds, but a spinning thread occupies a core.
     """
 
     def __init__(self, positions: memoryview, data: memoryview, index: int, *, spins: bool):
@@ -115,14 +116,19 @@ class PlanReader:
         begin = self._positions[self._own_index]
         payload_begin = begin + _PIECE_HEADER.size
         while True:
-            length, checksum, has_more = _PIECE_HEADER.unpack(_copy_from(self._data, begin, _PIECE_HEADER.size))
+            length, has_more, checksum = _PIECE_HEADER.unpack(_copy_from(self._data, begin, _PIECE_HEADER.size))
             if length <= MAX_PIECE_BYTES:
                 piece = _copy_from(self._data, payload_begin, length)
-                # Some processors reorder stores: the writer's position may become visible before the payload.
-                if zlib.crc32(piece) == checksum:
+                # Some processors reorder stores: the writer's position may become visible before the piece.
+                if _checksum_piece(begin, piece, has_more=bool(has_more)) == checksum:
                     break
         self._positions[self._own_index] = payload_begin + length
         return piece, bool(has_more)
+
+
+def _checksum_piece(position: int, piece: bytes, *, has_more: bool) -> int:
+    """CRC-32 of a piece and its header. With the position, the old bytes of an earlier piece have another checksum."""
+    return zlib.crc32(piece, zlib.crc32(struct.pack("<QI?", position, len(piece), has_more)))
 
 
 def _copy_into(data: memoryview, position: int, payload: bytes) -> None:
