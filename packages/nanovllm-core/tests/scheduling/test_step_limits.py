@@ -217,10 +217,10 @@ def test_a_prompt_gets_a_block_per_step_even_if_decodes_take_the_whole_target():
 
 def test_without_a_target_a_slow_decode_step_raises_the_limit():
     limits = StepLimits(MAX_STEP_TOKENS, None, 0.06, 0.05)
-    assert limits.time_limit_s(3, 0.002) == 0.05
-    assert limits.time_limit_s(3, 0.03) == pytest.approx(0.12)
-    assert limits.time_limit_s(0, 0.03) == 0.06
-    assert StepLimits(MAX_STEP_TOKENS, 0.025, 0.06, 0.05).time_limit_s(3, 0.03) == 0.025
+    assert limits.time_limit_s(0.002) == 0.05
+    assert limits.time_limit_s(0.03) == pytest.approx(0.12)
+    assert limits.time_limit_s(None) == 0.06
+    assert StepLimits(MAX_STEP_TOKENS, 0.025, 0.06, 0.05).time_limit_s(0.03) == 0.025
 
 
 def test_without_a_target_a_batch_that_grew_in_a_burst_raises_the_limit_at_once():
@@ -233,7 +233,7 @@ def test_without_a_target_a_batch_that_grew_in_a_burst_raises_the_limit_at_once(
     model.reset_errors()
     limits = StepLimits(MAX_STEP_TOKENS, None, 0.16, 0.05)
     chunks = [
-        StepBudget(limits, model, StepWork(num_decodes, num_decodes), num_decodes, BLOCK_SIZE).size_chunk(0, 8000)
+        StepBudget(limits, model, StepWork(num_decodes, num_decodes), BLOCK_SIZE, has_decodes=True).size_chunk(0, 8000)
         for num_decodes in (16, 256)
     ]
     # 16 decodes take 12 ms, so the limit is 50 ms. 256 decodes take 36 ms, so the limit is 142 ms.

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import triton
 import triton.language as tl
-from collective_checks import check_copies, check_nan_is_no_empty_slot, check_norm, check_sums
+from collective_checks import check_copies, check_different_offsets, check_nan_is_no_empty_slot, check_norm, check_sums
 from interpreter_fixes import change_interpreter
 from triton.runtime import interpreter
 
@@ -82,7 +82,8 @@ def take(like: tl.tensor, region: tl.tensor, slots: tl.tensor) -> tl.tensor:
     indices, has_wide_words = slots.handle.data[:, 0], like.handle.data.shape[1] == 2
     sources, taken_units = _map_slots(region, indices), np.flatnonzero(indices >= 0)
     deadline = time.monotonic() + TIMEOUT_S
-    while (sources[indices[taken_units], 1 if has_wide_words else 0 :: 2 if has_wide_words else 1] == EMPTY_WORD).any():
+    checked_words = slice(1, None, 2) if has_wide_words else slice(None)
+    while (sources[indices[taken_units], checked_words] == EMPTY_WORD).any():
         assert time.monotonic() < deadline, "a slot stays empty"
         time.sleep(0)
     words = np.zeros((len(indices), 4), np.uint32)
@@ -130,7 +131,7 @@ def open_interpreted_collectives(directory: Path, policy: LaunchPolicy) -> PeerC
         size=size,
         addresses=torch.tensor([buffer.data_ptr() for buffer in buffers]),
         phases=torch.zeros(MAX_PROGRAMS, dtype=torch.int32),
-        num_programs=policy.num_programs,
+        max_programs=policy.max_programs,
         region_bytes=policy.region_bytes,
         buffer=buffers,
     )
@@ -164,6 +165,7 @@ def check_interpreted(device: torch.device, directory: Path, dtypes: tuple[torch
             for shape in ((1, 3), (3, 100), (2, 1300), (3, 4000)):
                 check_copies(communicator, shape, dtype, device)
         check_sums(communicator, (3, 33), torch.int64, device)
+        check_different_offsets(communicator, device)
         check_nan_is_no_empty_slot(communicator, device)
     # Two programs have slots for four rows, so nine rows need three launches.
     policy = LaunchPolicy(dist.get_world_size(), 2, 32 << 10, one_shot_max_sent_bytes=1 << 20)

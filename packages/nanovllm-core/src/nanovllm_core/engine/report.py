@@ -71,7 +71,7 @@ def collect_stats(scheduler: Scheduler, runner: Runner, transfers: Transfers | N
         accepted_drafts_by_position=() if planner is None else tuple(planner.num_accepted.tolist()),
         **({} if scheduler.tier is None else _collect_tier_stats(scheduler.tier)),
         **({} if transfers is None else _collect_transfer_stats(transfers)),
-        step_limit_s=scheduler.limits.time_limit_s(1, step_time_model.decode_step_s),
+        step_limit_s=scheduler.limits.time_limit_s(step_time_model.decode_step_s),
         decode_step_s=step_time_model.decode_step_s,
         step_time_coefficients=tuple(step_time_model.coefficients._asdict().items()),
         step_time_error=step_time_model.mean_error,

@@ -13,7 +13,7 @@ from nanovllm_kernels.collective import Communicator
 class ParallelContext:
     """This process's rank among the `size` ranks of an engine.
 
-    communicator: exchanges tensors with the other ranks; None if and only if `size` is 1.
+    communicator: exchanges tensors with the other ranks. None if `size` is 1, and in contexts that only split tensors.
     has_whole_experts: each rank has some experts as a whole (expert parallelism), instead of a part of each expert.
     splits_requests: each request belongs to one rank, which alone computes the request's attention and alone holds its
         KV cache. In a step, all ranks compute equal numbers of tokens and requests, including padding. If False, all
@@ -37,7 +37,7 @@ class ParallelContext:
         return total // self.size
 
     def own_groups(self, num_groups: int, quantity: str) -> slice:
-        """This rank's slice of `num_groups` groups. All slices have equal lengths, so some may end after `num_groups`.
+        """This rank's slice of `num_groups` groups. All slices have equal lengths, so some may exceed `num_groups`.
 
         If there are more ranks than groups, several ranks have the same group.
         Raises ValueError if some groups would have more ranks than others.
@@ -96,8 +96,7 @@ class ParallelContext:
         if self.size == 1:
             return x
         num_own_rows = -(-x.shape[0] // self.size)
-        own_rows = x[self.rank * num_own_rows : (self.rank + 1) * num_own_rows]
-        return _pad_rows(own_rows, num_own_rows)
+        return _pad_rows(x[own_slice(self, num_own_rows)], num_own_rows)
 
     def own_requests(self, x: Tensor) -> Tensor:
         """The rows of `x` [n, ...] for which this rank chooses tokens. `x` has a row per request of this rank.

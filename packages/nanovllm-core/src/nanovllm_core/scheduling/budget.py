@@ -24,9 +24,10 @@ class StepLimits(NamedTuple):
     """Limits of every step.
 
     max_tokens: maximum number of tokens of each group of requests (see `Scheduler`).
-    target_s: time limit of a step with prompts and decodes. None: the limit is `mixed_step_limit_s` or the time of
-        MIN_MIXED_DECODE_STEPS decode steps, whichever is larger.
+    target_s: time limit of a step with prompts and decodes; None: see `mixed_step_limit_s`.
     prompt_step_limit_s: time limit of a step without decodes, unless `target_s` is larger.
+    mixed_step_limit_s: if `target_s` is None, the time limit of a step with prompts and decodes is
+        `mixed_step_limit_s` or the time of MIN_MIXED_DECODE_STEPS decode steps, whichever is larger.
     attention_estimator: estimates how long the attention of chunks takes.
     padded_token_counts: numbers of tokens per group, in ascending order. A step with prompts is padded to the next of
         these numbers. Larger steps are not padded.
@@ -39,9 +40,9 @@ class StepLimits(NamedTuple):
     attention_estimator: AttentionEstimator = PROPORTIONAL_ESTIMATOR
     padded_token_counts: tuple[int, ...] = ()
 
-    def time_limit_s(self, num_decodes: int, decode_step_s: float) -> float:
-        """The time limit of a step. decode_step_s: time of a step with the decodes alone."""
-        if num_decodes == 0:
+    def time_limit_s(self, decode_step_s: float | None) -> float:
+        """The time limit of a step. decode_step_s: time of a step with the decodes alone; None: no decodes."""
+        if decode_step_s is None:
             return max(self.prompt_step_limit_s, self.target_s or 0.0)
         return self.target_s or max(self.mixed_step_limit_s, MIN_MIXED_DECODE_STEPS * decode_step_s)
 
@@ -55,8 +56,8 @@ class StepBudget:
     """The tokens and the time that a step has left for prompts of one group of requests (see `Scheduler`).
 
     decode_work: the group's work without prompts.
-    num_decodes: number of decodes of all groups.
     chunk_unit: a chunk that does not finish its prompt ends at a multiple of this many tokens.
+    has_decodes: whether the step has decodes, in any group.
     """
 
     def __init__(
@@ -64,8 +65,9 @@ class StepBudget:
         limits: StepLimits,
         step_time_model: StepTimeModel,
         decode_work: StepWork,
-        num_decodes: int,
         chunk_unit: int,
+        *,
+        has_decodes: bool,
     ):
         self._limits = limits
         self._model = step_time_model
@@ -77,10 +79,10 @@ class StepBudget:
         usable_share = 1 - min(_MARGIN_PER_EXCESS * self._model.mean_excess, _MAX_MARGIN)
         # The moving average `decode_step_s` is too low for a batch that grew in steps with prompts.
         decode_step_s = max(self._model.decode_step_s, self._model.predict(decode_work))
-        self._limit_s = usable_share * limits.time_limit_s(num_decodes, decode_step_s)
+        self._limit_s = usable_share * limits.time_limit_s(decode_step_s if has_decodes else None)
         # Time limit of the step if the chunks before the last chunk finish their prompts, and the last chunk does not.
         # The last chunk delays the finished prompts, so this limit may be lower than `_limit_s`.
-        self._unfinished_chunk_limit_s = min(self._limit_s, usable_share * limits.time_limit_s(1, decode_step_s))
+        self._unfinished_chunk_limit_s = min(self._limit_s, usable_share * limits.time_limit_s(decode_step_s))
         self._has_unfinished_prompt = False
 
     @property
@@ -95,7 +97,7 @@ class StepBudget:
     def size_chunk(self, start: int, end: int) -> int:
         """The number of tokens of a prompt's next chunk.
 
-        start: number of computed tokens. end: number of tokens to compute; after a preemption with the output.
+        start: number of computed tokens. end: number of tokens of the prompt; after a preemption, with the output.
 
         The first chunk of a step may have up to `chunk_unit` tokens even if the step then exceeds the time limit.
         Otherwise slow decodes could starve prompts.
@@ -111,7 +113,7 @@ class StepBudget:
         """Add a chunk to the step, and return the chunk's predicted seconds. start, end: see `size_chunk`."""
         work = self._work
         prompt_pairs = work.prompt_pairs + attention_pairs(start, num_tokens)
-        self._work = StepWork(work.num_tokens + num_tokens, work.decode_context, prompt_pairs)
+        self._work = work._replace(num_tokens=work.num_tokens + num_tokens, prompt_pairs=prompt_pairs)
         self._chunks.append((start, num_tokens))
         self._has_unfinished_prompt = start + num_tokens < end
         return self._model.chunk_seconds(start, num_tokens)
@@ -152,14 +154,18 @@ class StepBudget:
     def _shorten_for_rounds(self, start: int, num_tokens: int, end: int, limit_s: float) -> int:
         """Shorten a chunk until the step fits into `limit_s`. A step's first chunk loses at most its last round."""
         is_first_chunk, finishes_prompt = not self._chunks, start + num_tokens == end
-        full_round_tokens = self._tokens_before_last_round(start, num_tokens)
-        if num_tokens <= 0 or (is_first_chunk and full_round_tokens <= 0) or self._fits(start, num_tokens, limit_s):
+        tokens_before_last_round = self._tokens_before_last_round(start, num_tokens)
+        if (
+            num_tokens <= 0
+            or (is_first_chunk and tokens_before_last_round <= 0)
+            or self._fits(start, num_tokens, limit_s)
+        ):
             return num_tokens
         # The chunk has only one round. The attention of a shorter chunk would take as long, so leave the chunk to a
         # later step.
-        if finishes_prompt and full_round_tokens <= 0:
+        if finishes_prompt and tokens_before_last_round <= 0:
             return 0
-        first_end = start + full_round_tokens if is_first_chunk else start // self._chunk_unit * self._chunk_unit
+        first_end = start + tokens_before_last_round if is_first_chunk else start // self._chunk_unit * self._chunk_unit
         chunk_ends = range(first_end, start + num_tokens, self._chunk_unit)
 
         def is_too_long(chunk_end: int) -> bool:
@@ -189,4 +195,5 @@ class StepBudget:
         """Whether the step with this chunk fits into `limit_s`, counting whole rounds of attention."""
         prompt_pairs = self._limits.attention_estimator.estimate_pairs([*self._chunks, (start, num_tokens)])
         padded_tokens = self._limits.pad(self._work.num_tokens + num_tokens)
-        return self._model.predict(StepWork(padded_tokens, self._work.decode_context, prompt_pairs)) <= limit_s
+        padded_work = self._work._replace(num_tokens=padded_tokens, prompt_pairs=prompt_pairs)
+        return self._model.predict(padded_work) <= limit_s

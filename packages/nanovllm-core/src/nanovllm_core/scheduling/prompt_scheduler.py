@@ -88,9 +88,9 @@ class PromptScheduler:
                 candidates += self._waiting_candidates()
         if not candidates:
             return
-        num_decodes = sum(work.num_tokens for work in decode_works)
+        has_decodes = any(work.num_tokens for work in decode_works)
         budgets = [
-            StepBudget(self._limits, self._step_time_model, work, num_decodes, self._chunk_unit)
+            StepBudget(self._limits, self._step_time_model, work, self._chunk_unit, has_decodes=has_decodes)
             for work in decode_works
         ]
         candidates.sort(key=self._service_order)

@@ -80,7 +80,10 @@ class Communicator:
         return (partial if residual is None else residual), normed
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """Return the ranks' `x` [n, ...] of any dtype, concatenated in rank order: [size * n, ...]."""
+        """Return the ranks' `x` [n, ...] of any dtype, concatenated in rank order: [size * n, ...].
+
+        NaNs of other ranks may arrive with other bits.
+        """
         return _all_gather_op(x, self._group_name)
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
@@ -154,6 +157,7 @@ def _check_divisible(x: Tensor, size: int) -> None:
 
 def _check_norm(partial: Tensor, residual: Tensor | None, norm_weight: Tensor) -> None:
     _check_contiguous(partial)
+    _check_contiguous(norm_weight)
     # `prepare_norm_weight` returns two copies of the weight on a CPU.
     if norm_weight.numel() not in (partial.shape[1], 2 * partial.shape[1]):
         raise ValueError(f"norm_weight has {norm_weight.numel()} elements, but partial has {partial.shape[1]} columns")

@@ -29,7 +29,7 @@ def all_reduce_norm(
     residual: [T, H], contiguous. Overwritten with the new residual.
     T is at most `LaunchPolicy.choose_norm_rows`.
     """
-    num_programs = min(partial.shape[0], peers.num_programs)
+    num_programs = min(partial.shape[0], peers.max_programs)
     _launch(peers, partial, residual, norm_weight, eps, normed, num_programs, peers.rank, peers.size)
 
 

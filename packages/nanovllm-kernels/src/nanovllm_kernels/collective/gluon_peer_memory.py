@@ -110,7 +110,7 @@ def find_chunk(chunk, units, unit_elements, part, num_elements, part_size):
     starts = part * part_size + unit_starts
     slots = chunk // gl.num_programs(0) * units.shape[0] + units
     slots = gl.where((unit_starts < part_size) & (starts < num_elements), slots, -1)
-    # Units do not cross the end of a part, because `part_size` is a multiple of PER_UNIT.
+    # No unit crosses the end of a part: `part_size` is a multiple of PER_UNIT, or there is only one part.
     return starts + unit_elements, (slots >= 0) & (starts + unit_elements < num_elements), slots
 
 

@@ -53,8 +53,8 @@ def _all_reduce(
 ):
     """Process every num_programs-th chunk of each part. Rank r sums part r.
 
-    First, send the chunks of the other ranks' parts to these ranks. Then sum the chunks of this rank's part, and send
-    the sums to all other ranks. Finally, receive the sums of the other ranks' parts.
+    First, send to each other rank this rank's terms of that rank's part. Then sum the chunks of this rank's part, and
+    send the sums to all other ranks. Finally, receive the sums of the other ranks' parts.
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, PER_UNIT], [32, 1], [WARPS, 1], [1, 0])  # a unit per thread
     SUM_OFFSET: gl.constexpr = REGION_BYTES // 2

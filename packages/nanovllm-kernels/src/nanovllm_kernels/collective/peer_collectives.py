@@ -34,8 +34,8 @@ def open_peer_memory(group: dist.ProcessGroup, device: torch.device) -> PeerMemo
     num_sms = torch.tensor(describe_device(device).num_sms, dtype=torch.int32, device=device)
     # This call is also a barrier: when the host has the result, all ranks have filled their buffers with EMPTY_BYTE.
     dist.all_reduce(num_sms, dist.ReduceOp.MIN, group)
-    num_programs = min(MAX_PROGRAMS, int(num_sms))
-    return PeerMemory(group.rank(), size, addresses, phases, num_programs, region_bytes, buffer)
+    max_programs = min(MAX_PROGRAMS, int(num_sms))
+    return PeerMemory(group.rank(), size, addresses, phases, max_programs, region_bytes, buffer)
 
 
 class PeerCollectives:
@@ -52,7 +52,7 @@ class PeerCollectives:
         self.rank, self.size = peers.rank, peers.size
         self._peers = peers
         one_shot_limit = choose_one_shot_limit(peers.size)
-        self._policy = policy or LaunchPolicy(peers.size, peers.num_programs, peers.region_bytes, one_shot_limit)
+        self._policy = policy or LaunchPolicy(peers.size, peers.max_programs, peers.region_bytes, one_shot_limit)
         self._fallback = fallback or TorchCollectives(group)
 
     def all_reduce(self, x: Tensor) -> None:
@@ -124,8 +124,11 @@ class PeerCollectives:
         is_exact = x.dtype not in FLOAT_DTYPES
         part_bytes = x.nbytes // (self.size if sends_parts else 1)
         launch = self._policy.choose_exchange(part_bytes * 2 if is_exact else part_bytes)
-        if launch is None or row_bytes % 4 or x.storage_offset() * x.itemsize % 4:
+        if launch is None or row_bytes % 4:
             return False
+        if x.storage_offset() * x.itemsize % 4:
+            # Ranks may pass tensors with different offsets, but must choose the same kernel.
+            x = x.clone()
         words, out_words = x.view(-1).view(torch.int32), out.view(-1).view(torch.int32)
         gluon_exchange.concatenate(
             self._peers, words, out_words, row_bytes // 4, launch, sends_parts=sends_parts, is_exact=is_exact

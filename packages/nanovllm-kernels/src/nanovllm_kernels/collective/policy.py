@@ -47,10 +47,10 @@ class TwoShotLaunch:
 
 @dataclass(frozen=True)
 class LaunchPolicy:
-    """Chooses the kernels' launches. num_programs, region_bytes: see `PeerMemory`."""
+    """Chooses the kernels' launches. max_programs, region_bytes: see `PeerMemory`."""
 
     size: int  # number of ranks
-    num_programs: int
+    max_programs: int
     region_bytes: int
     one_shot_max_sent_bytes: int
     two_shot_max_bytes: int = TWO_SHOT_MAX_BYTES
@@ -63,8 +63,9 @@ class LaunchPolicy:
 
     def choose_two_shot(self, num_elements: int, element_bytes: int) -> TwoShotLaunch | None:
         """Choose the launch that sums tensors of `num_elements` in two shots. None: use NCCL."""
-        # Round up to a multiple of 16 elements, so that a part begins with a whole unit.
+        # Round up to a multiple of 16 elements. A unit has at most 8 elements, so each part begins with a whole unit.
         part_size = -(-num_elements // (16 * self.size)) * 16
+        # Each rank must send units to every other rank (see `PeerMemory`). Two empty parts would break this rule.
         is_last_part_empty = part_size * (self.size - 1) >= num_elements
         if num_elements * element_bytes > self.two_shot_max_bytes or is_last_part_empty:
             return None
@@ -75,20 +76,20 @@ class LaunchPolicy:
     def choose_norm_rows(self, num_rows: int, row_bytes: int) -> int | None:
         """Choose how many of `num_rows` rows a launch sums and norms at most. None: norm in a second kernel."""
         row_slots_bytes = -(-row_bytes // SLOT_BYTES) * SLOT_BYTES
-        max_rows = self.num_programs * (self.region_bytes // row_slots_bytes)
+        max_rows = self.max_programs * (self.region_bytes // row_slots_bytes)
         if max_rows == 0 or num_rows * row_bytes * (self.size - 1) > self.one_shot_max_sent_bytes:
             return None
         num_launches = -(-num_rows // max_rows)
-        rows_per_program = -(-num_rows // (num_launches * self.num_programs))
-        return min(num_rows, rows_per_program * self.num_programs)
+        rows_per_program = -(-num_rows // (num_launches * self.max_programs))
+        return min(num_rows, rows_per_program * self.max_programs)
 
     def _choose_launch(self, part_bytes: int, slots_bytes: int) -> ExchangeLaunch | None:
-        is_small = part_bytes <= self.num_programs * CHUNK_UNITS * SLOT_BYTES
+        is_small = part_bytes <= self.max_programs * CHUNK_UNITS * SLOT_BYTES
         chunk_units = CHUNK_UNITS if is_small else LARGE_CHUNK_UNITS
         num_chunks = -(-part_bytes // (chunk_units * SLOT_BYTES))
-        if -(-num_chunks // self.num_programs) * chunk_units * SLOT_BYTES > slots_bytes:
+        if -(-num_chunks // self.max_programs) * chunk_units * SLOT_BYTES > slots_bytes:
             return None
-        return ExchangeLaunch(min(num_chunks, self.num_programs), chunk_units)
+        return ExchangeLaunch(min(num_chunks, self.max_programs), chunk_units)
 
 
 def choose_one_shot_limit(size: int) -> int:

@@ -12,7 +12,8 @@ import torch.distributed._symmetric_memory as torch_symmetric_memory
 from torch._C._distributed_c10d import PrefixStore, Store, _register_process_group, _unregister_process_group  # pyright: ignore[reportPrivateUsage]
 from torch.distributed.distributed_c10d import GroupName, _get_process_group_store  # pyright: ignore[reportPrivateUsage]
 
-_rendezvous_numbers = itertools.count()
+# Each rendezvous of this process has another name.
+_rendezvous_name_numbers = itertools.count()
 
 
 class SymmetricBuffer:
@@ -30,7 +31,7 @@ class SymmetricBuffer:
         self.memory = torch_symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device)
         store = RenumberingStore(_get_process_group_store(group), group.rank())
         # The name is new, because torch would reuse the store of an earlier group of the same name.
-        name = GroupName(f"nanovllm-{next(_rendezvous_numbers)}")
+        name = GroupName(f"nanovllm-{next(_rendezvous_name_numbers)}")
         # This variable keeps the group alive, because torch does not keep a reference.
         exchange_group = dist.ProcessGroup(store, group.rank(), group.size())
         _register_process_group(name, exchange_group)
@@ -38,7 +39,7 @@ class SymmetricBuffer:
             self._mapping = torch_symmetric_memory.rendezvous(self.memory, name)
         except RuntimeError as error:
             raise RuntimeError(
-                f"{device} can't map the memory of the other GPUs; pass use_peer_memory=False to use only NCCL"
+                f"{device} can't map the memory of the other GPUs; pass use_peer_memory=False to use only NCCL: {error}"
             ) from error
         finally:
             _unregister_process_group(name)
