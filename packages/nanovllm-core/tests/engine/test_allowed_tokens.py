@@ -89,6 +89,7 @@ async def test_grammar_without_any_allowed_token_is_an_error_that_names_the_fiel
     with pytest.raises(GrammarError, match="allowed_token_ids has no token that the grammar allows"):
         await collect(engine, narrow)
     assert await other == oracle([1, 2, 3], OUTPUT_LEN)
+    assert not engine._loop._open_requests
 
 
 async def test_reasoning_budget_is_dropped_if_its_end_tokens_are_not_allowed(engine):

@@ -269,6 +269,7 @@ async def test_duplicate_request_id_is_refused_without_affecting_others(engine, 
         ("prompt_logprobs", Request("x", [1], SamplingParams(prompt_logprobs=21))),
         ("prompt_logprobs", Request("x", [1], SamplingParams(prompt_logprobs=-1))),
         ("min_tokens", Request("x", [1], SamplingParams(min_tokens=5, max_tokens=4))),
+        ("min_tokens", Request("x", [1], SamplingParams(min_tokens=1 << 31))),
         ("seed", Request("x", [1], SamplingParams(seed=1 << 63))),
     ],
 )

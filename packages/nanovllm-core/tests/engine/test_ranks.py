@@ -88,6 +88,21 @@ def test_default_number_of_requests_is_a_multiple_of_the_ranks():
     assert (resolved.max_num_seqs, resolved.max_seqs_per_group) == (63, 21)
 
 
+def test_next_turns_find_the_blocks_of_short_prompts_on_every_rank():
+    async def run() -> None:
+        engine = await AsyncEngine.start(toy_model.toy_spec(), replace(CONFIG, dp_attention=True))
+        # The prompts are shorter than a block, and start at the same time on different ranks.
+        prompts = [[2 + index] * 10 for index in range(2)]
+        sampling = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
+        answers = await asyncio.gather(*(collect(engine, prompt, sampling, str(prompt)) for prompt in prompts))
+        for prompt, answer in zip(prompts, answers, strict=True):
+            (output,) = await collect(engine, prompt + tokens_of(answer), SamplingParams(max_tokens=1), "next")
+            assert output.num_cached_tokens >= 64
+        await engine.stop()
+
+    asyncio.run(run())
+
+
 def test_check_of_ranks_finds_different_hidden_states():
     async def run() -> None:
         spec = toy_model.toy_spec("disagreeing")

@@ -181,6 +181,25 @@ def test_a_request_that_lacks_blocks_is_overtaken_a_limited_number_of_times():
     assert scheduler.num_waiting == 0
 
 
+def test_a_request_that_lacks_blocks_is_served_although_many_earlier_requests_were_queued_later():
+    scheduler = make_scheduler(256, num_blocks=1000)
+    holder = add_request(scheduler, 0, 500 * BLOCK_SIZE)
+    run_step(scheduler)
+    large = add_request(scheduler, 1000, 501 * BLOCK_SIZE)
+    run_step(scheduler)
+    # These requests precede the large request in the queue, like the choices of a request with `n`.
+    others = [add_request(scheduler, key, BLOCK_SIZE, token=3) for key in range(1, 2 * MAX_WAITING_CANDIDATES)]
+    for _ in range(3):
+        run_step(scheduler)
+    for request in (holder, *others):
+        if request.row >= 0:
+            scheduler.abort(request.key)
+    for _ in range(3):
+        run_step(scheduler)
+    assert large.row >= 0
+    assert scheduler.num_waiting == 0
+
+
 ESTIMATOR = AttentionEstimator(tile_tokens=32, tiles_per_round=16)
 
 

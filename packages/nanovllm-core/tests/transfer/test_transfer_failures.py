@@ -35,7 +35,7 @@ from nanovllm_core.cache.host_memory import EntryKind
 from nanovllm_core.cache.tiers import HostTier
 from nanovllm_core.transfer import fetches, leases, prefix_client, prefix_server
 from nanovllm_core.transfer.fetch_times import FetchTimes
-from nanovllm_core.transfer.messages import Fetch
+from nanovllm_core.transfer.messages import PROTOCOL_VERSION, Fetch, Hello, encode
 from nanovllm_core.transfer.prefix_client import PeerConnection
 
 pytestmark = [pytest.mark.background, pytest.mark.usefixtures("always_fetch")]
@@ -99,6 +99,23 @@ async def test_a_connection_without_keys_is_ignored(secret, oracle):
             assert not await socket.poll(500)
         assert await generate(engine, make_prompt(0)) == oracle(make_prompt(0), ANSWER_LEN)
         assert outcomes_of(engine) == {"fetched": 1}
+
+
+async def test_malformed_messages_end_no_connection(secret, oracle):
+    malformed = encode(Hello(PROTOCOL_VERSION, {"ab": ""}, [])).replace(b"ab", b"\xff\xfe")
+    async with start_pair(secret) as (prefill, engine):
+        server = prefill._loop._transfers.server
+        for seed, send in enumerate(
+            (
+                lambda: peer_of(engine)._socket.send(malformed),
+                lambda: server._socket.send_multipart([*server._hello_s, malformed]),
+            )
+        ):
+            await send()
+            await wait_until(lambda: not peer_of(engine).is_ready)
+            await wait_until(lambda: peer_of(engine).is_ready)
+            assert await generate(engine, make_prompt(seed)) == oracle(make_prompt(seed), ANSWER_LEN)
+        assert outcomes_of(engine) == {"fetched": 2}
 
 
 async def test_engines_that_differ_are_refused_with_the_reason(secret, oracle, caplog):

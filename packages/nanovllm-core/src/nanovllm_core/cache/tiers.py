@@ -175,7 +175,7 @@ class HostTier:
         for num_prefix_blocks in dict.fromkeys(prefixes):
             if num_prefix_blocks > num_cached:
                 targets = self._list_targets(request, group, hashes[:num_prefix_blocks])
-                if self._is_worth_loading(targets, num_cached, num_prefix_blocks):
+                if self._is_worth_loading(group, targets, num_cached, num_prefix_blocks):
                     return self._start_transfers(request, group, targets, num_prefix_blocks - num_cached)
         if prefixes[0] > num_cached:
             self.counters.num_rejected_tokens += (prefixes[0] - num_cached) * self._block_size
@@ -200,14 +200,20 @@ class HostTier:
             for kind, block_hash, entry in targets
         ]
 
-    def _is_worth_loading(self, targets: Sequence[Target], num_cached_blocks: int, num_prefix_blocks: int) -> bool:
-        """Whether loading takes at most as long as computing the tokens, and the host memory has space for the load."""
+    def _is_worth_loading(
+        self, group: int, targets: Sequence[Target], num_cached_blocks: int, num_prefix_blocks: int
+    ) -> bool:
+        """Whether loading takes at most as long as computing the tokens, and all pools have space for the load."""
         copies = [target for target in targets if target.found is None]
         reads = [target for target in copies if target.slot is None]
         for kind, pool in enumerate(self.pools):
             num_slots = sum(target.kind == kind and not pool.count_holders(target.slot or 0) for target in copies)
             if num_slots > pool.num_free:
                 return False
+        cache_pools = self._cache_pools[group]
+        if any(not cache_pools[kind].can_acquire(found) for kind, _, _, found, _ in targets if found is not None):
+            # Holding a checkpoint would take the slot of a request that may start.
+            return False
         num_tokens = (num_prefix_blocks - num_cached_blocks) * self._block_size
         load_s = self._predict_load(sum(self._entry_bytes[target.kind] for target in copies))
         if reads and self.files is not None:

@@ -1,6 +1,7 @@
 """Builds an engine's loop."""
 
 import asyncio
+import secrets
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -209,6 +210,8 @@ def _make_scheduler(
     hash_secret: bytes | None,
 ) -> Scheduler:
     num_state_slots, block_size = runner.cache.num_state_slots, runner.cache.layout.block_size
+    # The first group hashes all prompts, so all groups need equal hashes.
+    hash_secret = hash_secret or secrets.token_bytes(32)
     caches = [
         CacheManager(
             runner.cache.num_blocks,

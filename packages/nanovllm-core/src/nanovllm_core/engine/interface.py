@@ -48,6 +48,12 @@ def check_request(request: Request, info: EngineInfo) -> None:
             f"max_tokens is {sampling.max_tokens}, but after a prompt of {request.num_prompt_tokens} tokens the "
             f"context of {info.max_model_len} has {max_output_tokens} left",
         )
+    if sampling.min_tokens > max_output_tokens:
+        raise RequestError(
+            "min_tokens",
+            f"min_tokens is {sampling.min_tokens}, but after a prompt of {request.num_prompt_tokens} tokens the "
+            f"context of {info.max_model_len} has {max_output_tokens} left",
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -169,8 +169,8 @@ class EngineLoop:
                 has_thread_ended = steps_future.done()
                 while self._outbox:
                     outputs, stats = self._outbox.popleft()
-                    for finish in outputs.finishes:
-                        self._open_requests.pop(finish.key, None)
+                    for ended in (*outputs.finishes, *outputs.failures):
+                        self._open_requests.pop(ended.key, None)
                     self._emit(emit, outputs, stats)
                 if has_thread_ended:
                     break
@@ -273,7 +273,7 @@ class EngineLoop:
         Return early if a request waits, because ended copies may have freed the blocks that it needs.
         """
         while not self._inbox_changed.wait(self._idle_interval_s()):
-            self._advance_copies(has_plan=False)
+            self._advance_copies()
             # When all copies have ended, return, so that the caller posts stats that show all blocks as free.
             if self._scheduler.num_waiting or not self._scheduler.has_copies:
                 break
@@ -316,6 +316,7 @@ class EngineLoop:
             if not self._steps_in_flight:
                 self._step_start_s = time.perf_counter()
             self._steps_in_flight.append((step, handle))
+            self._launch_copies(has_plan=False)
 
     def _wait_to_plan(self, event_loop: asyncio.AbstractEventLoop) -> None:
         """Wait until shortly before the step in flight ends. Requests that arrive meanwhile can join the next step."""
@@ -327,7 +328,7 @@ class EngineLoop:
             self._post_outputs(event_loop)
         while not (handle.is_finished or self._is_stopping):
             self._read_inbox()
-            self._advance_copies(has_plan=False)
+            self._advance_copies()
             if time.perf_counter() >= plan_at_s - PLANNING_LEAD_PER_REQUEST_S * self._scheduler.num_waiting:
                 break
             time.sleep(POLL_INTERVAL_S)
@@ -335,23 +336,26 @@ class EngineLoop:
     def _plan_step(self) -> ScheduledStep | None:
         # Requests may have arrived while the last step was launched.
         self._read_inbox()
-        self._advance_copies(has_plan=False)
+        self._advance_copies()
         with self._span("plan", self._scheduler.counters.num_steps):
             step = self._scheduler.schedule()
-        self._advance_copies(has_plan=True)
+        # Loads are not completed here: the thread could then wait for a message although a request is ready.
+        self._launch_copies(has_plan=step is not None)
         return step
 
-    def _advance_copies(self, *, has_plan: bool) -> None:
-        """Process ended copies, and launch new copies. has_plan: whether a planned step has not been launched yet."""
+    def _advance_copies(self) -> None:
+        """Process ended copies, and launch new copies. All planned steps must have been launched."""
         if self._copier is not None:
-            # Complete loads only before planning, so that the plan includes their requests. Otherwise the thread might
-            # plan no step and wait for a message, although a request is ready.
-            if not has_plan:
-                loads = self._scheduler.complete_copies()
-                if self._tracer is not None:
-                    self._tracer.record_loads(loads)
-                if self._transfers is not None:
-                    self._transfers.poll()
+            loads = self._scheduler.complete_copies()
+            if self._tracer is not None:
+                self._tracer.record_loads(loads)
+            if self._transfers is not None:
+                self._transfers.poll()
+            self._launch_copies(has_plan=False)
+
+    def _launch_copies(self, *, has_plan: bool) -> None:
+        """Launch new copies. has_plan: whether a planned step has not been launched yet."""
+        if self._copier is not None:
             for batch in self._scheduler.take_copies(has_plan=has_plan):
                 self._copier.launch(batch)
 

@@ -184,8 +184,12 @@ class PromptScheduler:
 
     def _waiting_candidates(self) -> list[_Candidate]:
         requests = list(self._lifecycle.waiting.peek(MAX_WAITING_CANDIDATES))
-        if self._blocked_request is not None and self._blocked_request not in self._lifecycle.waiting:
+        blocked = self._blocked_request
+        if blocked is not None and blocked not in self._lifecycle.waiting:
             self._blocked_request = None
+        elif blocked is not None and blocked not in requests:
+            # Requests that arrived earlier but were queued later may precede it, and may have to wait for it.
+            requests.append(blocked)
         last_estimates = self._cached_tokens_by_key
         estimates = {
             request.key: [
@@ -242,6 +246,7 @@ class PromptScheduler:
         if isinstance(num_cached_tokens, BlockShortage):
             return num_cached_tokens
         if self._lifecycle.start_load(request, group):
+            self._num_bypasses += 1
             return 0.0
         chunk_s = self._start_in(group, request, num_cached_tokens, budget, prompts)
         if chunk_s is None:

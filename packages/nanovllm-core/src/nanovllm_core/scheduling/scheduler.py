@@ -109,7 +109,11 @@ class Scheduler:
         """Copies that the ranks must execute now. has_plan: whether a planned step has not been launched yet."""
         if self.tier is None:
             return ()
-        return self.tier.take_loads() + ([] if has_plan else self.tier.take_stores())
+        if not has_plan:
+            return self.tier.take_loads() + self.tier.take_stores()
+        # A load may write to the slot of a checkpoint from which a request of the planned step starts.
+        has_checkpoints = len(self.tier.pools) > 1
+        return () if has_checkpoints else self.tier.take_loads()
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached blocks and checkpoints, in all tiers. Running requests keep their blocks."""

@@ -131,6 +131,8 @@ class FetchEnd(msgspec.Struct, frozen=True, tag=True):
 ToServer = Hello | Fetch | Received | Cancel | ResetPrefixCache
 ToClient = Welcome | Refused | Entries | FetchEnd
 encode = msgspec.msgpack.Encoder().encode
+# What the decoders raise. msgspec raises UnicodeDecodeError if a string is not UTF-8.
+MALFORMED_MESSAGE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError)
 decode_to_server = msgspec.msgpack.Decoder(ToServer).decode
 decode_to_client = msgspec.msgpack.Decoder(ToClient).decode
 

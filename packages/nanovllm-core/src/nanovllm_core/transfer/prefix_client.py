@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
 import zmq
 import zmq.asyncio
 
@@ -18,6 +17,7 @@ from nanovllm_core.config import TransferCarrier
 from nanovllm_core.transfer.carriers import Carrier, PeerCopy, make_carrier
 from nanovllm_core.transfer.fetches import FetchOutcome, PrefixFetch
 from nanovllm_core.transfer.messages import (
+    MALFORMED_MESSAGE_ERRORS,
     PROTOCOL_VERSION,
     Cancel,
     Entries,
@@ -207,7 +207,7 @@ class PeerConnection:
             frames = await self._socket.recv_multipart(copy=False)
             try:
                 message: ToClient = decode_to_client(frames[0].buffer)
-            except msgspec.DecodeError as error:
+            except MALFORMED_MESSAGE_ERRORS as error:
                 self._mark_down(f"engine {self._address} sent an invalid message (is its version the same?): {error}")
                 continue
             self._heard_s = time.monotonic()
@@ -223,6 +223,8 @@ class PeerConnection:
                         open_fetch.num_sent = num_sent
                         open_fetch.record_serve_time(serve_s)
                         self._end_if_complete(open_fetch)
+            # While messages are queued, `recv_multipart` does not let other tasks run.
+            await asyncio.sleep(0)
 
     def _accept_welcome(self, welcome: Welcome) -> None:
         if welcome.engine_id == self._unusable_engine_id:

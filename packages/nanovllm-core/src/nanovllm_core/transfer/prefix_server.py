@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import msgspec
 import zmq
 import zmq.asyncio
 import zmq.auth.asyncio
@@ -22,6 +21,7 @@ from nanovllm_core.cache.host_memory import MARKER_BYTES, HostMemory
 from nanovllm_core.errors import ConfigError
 from nanovllm_core.transfer.leases import LeaseTable, LeaseUpdate
 from nanovllm_core.transfer.messages import (
+    MALFORMED_MESSAGE_ERRORS,
     PROTOCOL_VERSION,
     Entries,
     Fetch,
@@ -179,10 +179,12 @@ class PrefixServer:
             client, *frames = await self._socket.recv_multipart()
             try:
                 message = decode_to_server(frames[0])
-            except (msgspec.DecodeError, IndexError):
+            except (*MALFORMED_MESSAGE_ERRORS, IndexError):
                 self._send(client, Refused("a message can't be read"))
                 continue
             self._handle(client, message)
+            # While messages are queued, `recv_multipart` does not let other tasks run.
+            await asyncio.sleep(0)
 
     def _handle(self, client: bytes, message: ToServer) -> None:
         if isinstance(message, Hello):
