@@ -28,6 +28,20 @@ async def wait_until_idle(engine: EngineClient) -> None:
             await asyncio.sleep(0.01)
 
 
+async def test_a_client_of_an_idle_engine_gets_its_stats():
+    owner = await EngineClient.launch(toy_spec(), CONFIG)
+    try:
+        await collect(owner, make_greedy_request("r", [1, 2, 3], 5))
+        await wait_until_idle(owner)
+        guest = await EngineClient.connect(owner.address)
+        async with asyncio.timeout(30):
+            while guest.stats.generation_tokens != owner.stats.generation_tokens:
+                await asyncio.sleep(0.01)
+        await guest.stop()
+    finally:
+        await owner.stop()
+
+
 async def test_each_client_gets_its_own_outputs_in_one_message_per_step(oracle, monkeypatch):
     messages: list[wire.Step] = []
     decode = wire.decode_to_client

@@ -1,15 +1,18 @@
 """Rendering adapts roles, tools and calls to the features that the template supports."""
 
+import asyncio
 import json
+import threading
 
 import numpy as np
 import pytest
 
 from nanovllm_models.chat_formats import HERMES, TOOL_CALL_FORMATS, ChatFormat
 from nanovllm_models.errors import TemplateError, TemplateValueError
-from nanovllm_server.chat.rendering import Renderer
+from nanovllm_server.chat.rendering import MIN_LARGE_SIZE, Renderer
 from nanovllm_server.parsing.events import CallArguments, CallBegun
 from nanovllm_server.parsing.parser import Parser
+from nanovllm_server.protocol.body import MAX_VALUES
 from nanovllm_server.protocol.error import ApiError
 from nanovllm_server.protocol.messages import Message, PastToolCall
 from nanovllm_server.protocol.template import TemplateOptions
@@ -118,6 +121,44 @@ async def test_incomplete_call_is_passed_as_text_or_refused():
     with pytest.raises(ApiError, match="messages: ") as refused:
         await renderer.render([cut_call_message])
     assert (refused.value.status, refused.value.code) == (400, "template_error")
+    renderer.close()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ['{"a":' + "[" * 300 + "]" * 300 + "}", '{"a": [' + "[]," * MAX_VALUES + "[]]}"],
+    ids=["deep", "many values"],
+)
+@pytest.mark.parametrize(
+    "tokenizer", [CallTokenizer(write_json), TemplateTokenizer(make_strict_template("user", "assistant"))]
+)
+async def test_arguments_that_are_too_deep_or_too_large_stay_text(arguments, tokenizer):
+    message = Message(role="assistant", content="", tool_calls=(PastToolCall("1", "f", arguments),))
+    renderer = Renderer(tokenizer, HERMES)
+    text = (await renderer.render([message])).text
+    assert arguments in text or json.dumps(arguments) in text
+    renderer.close()
+
+
+async def test_large_arguments_do_not_delay_small_requests():
+    has_begun, may_end = threading.Event(), threading.Event()
+
+    class BlockingTokenizer(TemplateTokenizer):
+        def render_chat(self, messages, *, template_values=None, **_):
+            if messages[0]["content"] == "large":
+                has_begun.set()
+                assert may_end.wait(timeout=60)
+            return ""
+
+    renderer = Renderer(BlockingTokenizer(None))
+    large = [Message(role="user", content="large")]
+    try:
+        tasks = [asyncio.create_task(renderer.render(large, num_body_bytes=MIN_LARGE_SIZE)) for _ in range(2)]
+        assert await asyncio.to_thread(has_begun.wait, 60)
+        assert (await renderer.render(CONVERSATION)).text == ""
+    finally:
+        may_end.set()
+    await asyncio.gather(*tasks)
     renderer.close()
 
 

@@ -157,6 +157,15 @@ async def test_timeout_before_the_first_token_is_a_504(post, engine, service, st
     assert service.running == set()
 
 
+async def test_timeout_while_a_grammar_compiles_is_a_504(post, engine, service):
+    engine.compiling_s = 60
+    response = await post(timeout=0.1, response_format={"type": "json_object"})
+    assert response.status_code == 504
+    assert (await response.get_json())["error"]["code"] == "deadline_exceeded"
+    assert engine.requests == []
+    assert service.admission.num_active == 0
+
+
 async def test_timeout_in_mid_stream_is_an_error_event(post, engine, service):
     engine.delay, engine.endless = 0.01, True
     data = await (await post(stream=True, timeout=0.2)).get_data()

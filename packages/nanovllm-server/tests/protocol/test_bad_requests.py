@@ -1,6 +1,7 @@
 import json
 import random
 
+import orjson
 import pytest
 from contract import check_refusal
 
@@ -114,6 +115,17 @@ async def test_json_content_types_are_accepted(client, content_type):
     assert response.status_code == 200
 
 
+@pytest.mark.parametrize("name", ["json", "structural_tag"])
+async def test_encoded_field_with_too_many_values_is_refused_before_it_is_decoded(post, name, monkeypatch):
+    decode = orjson.loads
+    decoded_sizes = []
+    monkeypatch.setattr("orjson.loads", lambda data: decoded_sizes.append(len(data)) or decode(data))
+    response = await post(structured_outputs={name: "[" + "[]," * MAX_VALUES + "[]]"})
+    error = await check_refusal(response, 400, f"structured_outputs.{name}")
+    assert error["code"] == "too_many_values"
+    assert len(decoded_sizes) == 1
+
+
 async def test_unknown_model_is_a_404(post):
     error = await check_refusal(await post(model="gpt-9"), 404, "model")
     assert error["code"] == "model_not_found"
@@ -152,6 +164,8 @@ async def test_checks_run_in_order_key_json_fields_model(client, service, engine
 async def test_unknown_path_is_a_404(client):
     await check_refusal(await client.post("/v1/completions", json={}), 404)
     await check_refusal(await client.get("/nothing"), 404)
+    # A redirect would name a wrong host.
+    await check_refusal(await client.post("/v1//chat/completions", json={}), 404)
 
 
 async def test_wrong_method_is_a_405(client):

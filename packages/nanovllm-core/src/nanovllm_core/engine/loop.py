@@ -86,7 +86,7 @@ class EngineLoop:
         self._is_stopping = False
         self._outbox: deque[tuple[StepOutputs, EngineStats | None]] = deque()
         self._last_stats_collection_s = 0.0
-        self._latest_stats = self._emitted_stats = self._collect_stats()
+        self._latest_stats = self.emitted_stats = self._collect_stats()
         self._last_stats_emission_s = 0.0
         self._outbox_changed = asyncio.Event()
         if transfers is not None:
@@ -217,8 +217,8 @@ class EngineLoop:
             await asyncio.sleep(STATS_INTERVAL_S)
             is_idle = not (
                 self._open_requests
-                or self._emitted_stats.num_requests_running
-                or self._emitted_stats.num_requests_waiting
+                or self.emitted_stats.num_requests_running
+                or self.emitted_stats.num_requests_waiting
             )
             if not is_idle and time.monotonic() - self._last_stats_emission_s >= STATS_INTERVAL_S:
                 self._emit(emit, StepOutputs(), self._latest_stats)
@@ -229,7 +229,7 @@ class EngineLoop:
         self._grammar_failures.clear()
         if stats is not None:
             num_waiting = sum(request.status in _WAITING_STATUSES for request in self._open_requests.values())
-            self._emitted_stats = stats = replace(stats, num_requests_waiting=num_waiting)
+            self.emitted_stats = stats = replace(stats, num_requests_waiting=num_waiting)
             self._last_stats_emission_s = time.monotonic()
         emit(outputs, stats)
 

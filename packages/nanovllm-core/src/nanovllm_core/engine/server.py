@@ -182,6 +182,9 @@ class EngineServer:
                     client_number = next(self._client_numbers)
                     self._clients_by_number[client_number] = ConnectedClient(identity)
                     self._send(client_number, wire.Ready(self._engine_loop.info, client_number * wire.KEYS_PER_CLIENT))
+                    if client_number in self._clients_by_number:
+                        # An idle engine sends no stats.
+                        self._send(client_number, wire.Step(StepOutputs(), self._engine_loop.emitted_stats))
                 case wire.Submit(key):
                     # Ignore messages of clients that have disconnected.
                     if (client := self._client_of(key)) is not None:

@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,13 +14,17 @@ from nanovllm_models import Tokenizer
 from nanovllm_models.chat_formats import ToolCallFormat
 from nanovllm_models.errors import TemplateError, TemplateValueError
 from nanovllm_server.chat.tool_prompt import write_past_calls_as_text, write_tools_as_text
+from nanovllm_server.protocol.body import has_too_many_values
 from nanovllm_server.protocol.error import ApiError, prediction_too_long, prompt_too_long
+from nanovllm_server.protocol.field_reader import exceeds_depth
 from nanovllm_server.protocol.messages import Message, PastToolCall
 from nanovllm_server.protocol.template import TemplateOptions
 
-NUM_THREADS = 2  # for conversations shorter than MIN_LARGE_CHARACTERS
-# One more thread renders conversations of at least this number of characters. Shorter conversations do not wait for it.
-MIN_LARGE_CHARACTERS = 1 << 18
+NUM_THREADS = 2  # for requests smaller than MIN_LARGE_SIZE
+# One more thread renders requests of at least this size (bytes or characters). Smaller requests do not wait for it.
+MIN_LARGE_SIZE = 1 << 18
+# Arguments of calls that are nested more deeply stay text: templates and `orjson` write them recursively.
+MAX_ARGUMENT_DEPTH = 100
 DEFAULT_OPTIONS = TemplateOptions()
 ToolDefinitions = Sequence[Mapping[str, Any]]
 
@@ -59,15 +62,17 @@ class Renderer:
         options: TemplateOptions = DEFAULT_OPTIONS,
         *,
         max_tokens: int | None = None,
+        num_body_bytes: int = 0,
     ) -> Prompt:
         """Renders and encodes a conversation.
 
         max_tokens: maximum number of prompt tokens; None for no limit. Before encoding, this method only checks the
             smallest number of tokens that the text can have. The returned prompt may therefore be too long, and the
             caller must check its length. The tokens of a prompt that is too long are not cached.
+        num_body_bytes: size of the request's body, which limits the length of what the template gets.
         Raises ApiError (400) if the template refuses the conversation, or if the check before encoding fails.
         """
-        pool = self._choose_pool(sum(len(message.content or "") + 1 for message in messages))
+        pool = self._choose_pool(num_body_bytes)
         return await asyncio.get_running_loop().run_in_executor(
             pool, self._render, messages, tools, options, max_tokens
         )
@@ -77,23 +82,22 @@ class Renderer:
         pool = self._choose_pool(len(text))
         return await asyncio.get_running_loop().run_in_executor(pool, self._encode_prediction, text, max_tokens)
 
-    def encode_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    async def encode_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Encodes each word twice: at the beginning of a text, and after a space. Returns the distinct encodings."""
-        variants = [variant for word in words for variant in (word.lstrip(), " " + word.lstrip())]
-        encoded = [tuple(self._tokenizer.encode(variant, add_special_tokens=False).tolist()) for variant in variants]
-        return tuple(dict.fromkeys(encoded))
+        return await asyncio.get_running_loop().run_in_executor(self._pool, self._encode_words, words)
 
     async def extend(self, prompt: Prompt, text: str) -> Prompt:
         """Appends `text` to a prompt."""
-        return await asyncio.get_running_loop().run_in_executor(self._pool, self._encode, prompt.text + text)
+        pool = self._choose_pool(len(prompt.text))
+        return await asyncio.get_running_loop().run_in_executor(pool, self._encode, prompt.text + text)
 
     def close(self) -> None:
         """Ends the threads after their current work."""
         for pool in (self._pool, self._large_prompt_pool):
             pool.shutdown(wait=False, cancel_futures=True)
 
-    def _choose_pool(self, num_characters: int) -> ThreadPoolExecutor:
-        return self._large_prompt_pool if num_characters >= MIN_LARGE_CHARACTERS else self._pool
+    def _choose_pool(self, size: int) -> ThreadPoolExecutor:
+        return self._large_prompt_pool if size >= MIN_LARGE_SIZE else self._pool
 
     def _try_render(self, *messages: Mapping[str, Any], tools: ToolDefinitions | None = None) -> str | None:
         try:
@@ -165,11 +169,18 @@ class Renderer:
     def _encode_prediction(self, text: str, max_tokens: int) -> NDArray[np.int32]:
         if (min_num_tokens := self._tokenizer.min_num_tokens(text)) > max_tokens:
             raise prediction_too_long(max_tokens, f"at least {min_num_tokens}")
-        # The cache of encoded texts is for conversations, which grow from request to request.
-        token_ids = self._tokenizer.encode(text, add_special_tokens=False, max_cached_tokens=0)
+        token_ids = self._encode_uncached(text)
         if len(token_ids) > max_tokens:
             raise prediction_too_long(max_tokens, str(len(token_ids)))
         return token_ids
+
+    def _encode_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        variants = [variant for word in words for variant in (word.lstrip(), " " + word.lstrip())]
+        return tuple(dict.fromkeys(tuple(self._encode_uncached(variant).tolist()) for variant in variants))
+
+    def _encode_uncached(self, text: str) -> NDArray[np.int32]:
+        # The cache of encoded texts is for conversations, which grow from request to request.
+        return self._tokenizer.encode(text, add_special_tokens=False, max_cached_tokens=0)
 
     def _encode(self, text: str, max_cached_tokens: int | None = None) -> Prompt:
         # The template has already written the special tokens.
@@ -197,7 +208,16 @@ def _to_template_call(call: PastToolCall, *, as_text: bool) -> dict[str, Any]:
     # Some clients send "" for a call without arguments.
     arguments: Any = call.arguments or "{}"
     if not as_text:
-        # The arguments of a call that was cut off are not JSON, and stay text.
-        with suppress(orjson.JSONDecodeError):
-            arguments = orjson.loads(arguments)
+        arguments = _decode_arguments(arguments)
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
+
+
+def _decode_arguments(text: str) -> Any:
+    """Decodes the arguments of a call. Returns `text` if it is not JSON because the call was cut off, or too large."""
+    if has_too_many_values(text.encode()):
+        return text
+    try:
+        arguments = orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return text
+    return text if exceeds_depth(arguments, MAX_ARGUMENT_DEPTH) else arguments

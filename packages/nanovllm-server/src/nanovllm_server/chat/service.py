@@ -1,5 +1,6 @@
 """Prepares chat completions for the engine. `Service` also holds what all HTTP routes need."""
 
+import asyncio
 import time
 import uuid
 from dataclasses import dataclass, field, replace
@@ -22,7 +23,14 @@ from nanovllm_server.observability.metrics import Metrics
 from nanovllm_server.parsing.detokenizing import TextVocabulary
 from nanovllm_server.parsing.model_format import ModelFormat
 from nanovllm_server.protocol.bodies import KVTransferParams
-from nanovllm_server.protocol.error import ApiError, invalid_grammar, prompt_too_long, unavailable, unsupported
+from nanovllm_server.protocol.error import (
+    ApiError,
+    invalid_grammar,
+    prompt_too_long,
+    timed_out,
+    unavailable,
+    unsupported,
+)
 from nanovllm_server.protocol.json import describe_value
 from nanovllm_server.protocol.request import ChatRequest, Limits, SamplingDefaults
 from nanovllm_server.protocol.response import Clock
@@ -121,7 +129,11 @@ class Service:
         tool_definitions = None if chat.tools is None else chat.tools.definitions
         max_prompt_tokens = self.engine.info.max_model_len if chat.truncate_prompt_tokens is None else None
         prompt = await self.renderer.render(
-            chat.messages, tool_definitions, chat.template, max_tokens=max_prompt_tokens
+            chat.messages,
+            tool_definitions,
+            chat.template,
+            max_tokens=max_prompt_tokens,
+            num_body_bytes=chat.num_body_bytes,
         )
         prompt, reasoning_budget = await self._prepare_reasoning(chat, prompt)
         if self.log_prompts:
@@ -130,6 +142,8 @@ class Service:
         constraint = constrain(chat.answer_rule, chat.tools, self.model_format, reasoning_state)
         grammar = None if constraint is None else constraint.spec
         sampling = replace(chat.sampling, grammar=grammar, reasoning_budget=reasoning_budget)
+        if chat.bad_words:
+            sampling = replace(sampling, forbidden_sequences=await self.renderer.encode_words(chat.bad_words))
         prediction_ids = await self._encode_prediction(chat)
         token_ids = self._truncate(chat, prompt.token_ids)
         requests = self._make_requests(chat, token_ids, prediction_ids, sampling, exchange, prefix_peer=prefix_peer)
@@ -137,7 +151,7 @@ class Service:
         parameter_types: ParameterTypes = {}
         make_grammar_error = GrammarError
         if constraint is not None:
-            parameter_types = await self._compile(constraint)
+            parameter_types = await self._compile_in_time(constraint, exchange.arrival, timeout_s)
             make_grammar_error = partial(invalid_grammar, constraint.path)
         assemblers = self._make_assemblers(
             chat,
@@ -192,6 +206,18 @@ class Service:
             prompt = await self.renderer.extend(prompt, f"{reasoning.begin}\n")
         # The client's integer may be too large for the engine.
         return prompt, ReasoningBudget(min(max_tokens, self.engine.info.max_model_len), (end_id,))
+
+    async def _compile_in_time(
+        self, constraint: AnswerConstraint, arrival: float, timeout_s: float | None
+    ) -> ParameterTypes:
+        """Calls `_compile`. Raises ApiError (504) `timeout_s` seconds after the request's arrival. None: no limit."""
+        if timeout_s is None:
+            return await self._compile(constraint)
+        try:
+            async with asyncio.timeout(arrival + timeout_s - time.monotonic()):
+                return await self._compile(constraint)
+        except TimeoutError as error:
+            raise timed_out(timeout_s) from error
 
     async def _compile(self, constraint: AnswerConstraint) -> ParameterTypes:
         """Compiles the grammars of a request. Raises ApiError (400), which names the field at fault."""
@@ -264,8 +290,6 @@ class Service:
         prefix_peer: str,
     ) -> list[Request]:
         self._check_prompt_length(chat, len(token_ids))
-        if chat.bad_words:
-            sampling = replace(sampling, forbidden_sequences=self.renderer.encode_words(chat.bad_words))
         # Make a new id, because clients may use the same request id twice.
         id_prefix = uuid.uuid4().hex
         requests = [

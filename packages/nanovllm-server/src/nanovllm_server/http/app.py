@@ -2,7 +2,6 @@
 
 import asyncio
 from contextlib import aclosing
-from dataclasses import replace
 from typing import cast
 
 import orjson
@@ -41,6 +40,8 @@ def create_app(service: Service) -> Quart:
     """Returns the application with all routes."""
     app = Quart(__name__, static_folder=None)
     app.config.update(RESPONSE_TIMEOUT=None)
+    # A path with "//" is a 404. The redirect to the path with "/" would name a wrong host.
+    app.url_map.merge_slashes = False
     body_memory = BodyMemory(service.body_memory_bytes)
     # Parse one large body at a time: the parsed values may need many times the memory of the body.
     large_body_semaphore = asyncio.Semaphore()
@@ -51,8 +52,8 @@ def create_app(service: Service) -> Quart:
         async with body_memory.hold(_reserved_body_bytes(service)) as body_share:
             chat = await _read_request(service, exchange, body_share, large_body_semaphore)
             generation = await service.start_generation(chat, exchange)
-            # Free the text of the messages now, because the answer may take long.
-            chat = replace(chat, messages=())
+            # Free the memory of the request now, because the answer may take long.
+            chat = chat.without_contents()
         response_id = f"chatcmpl-{chat.request_id or exchange.request_id}"
         envelope = Envelope(
             response_id,

@@ -101,6 +101,8 @@ def bind(host: str, port: int, num_sockets: int) -> list[socket.socket]:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except OSError as error:
         raise SettingsError(f"can't listen on {host}: {error.strerror}") from error
+    except UnicodeError as error:
+        raise SettingsError(f"can't listen on {host}: not the name of a host") from error
     try:
         if port:
             _check_port_is_free(family, address)

@@ -21,6 +21,7 @@ MAX_BACKOFF_S = 30.0
 class WorkerProcess:
     """One worker's process.
 
+    is_open: whether the worker got the order "open". Until then, the worker does not follow other orders.
     has_answered: whether the worker's event loop has answered the last `ask_if_alive`.
     ready: done when the worker can serve; has an exception if the worker can't start.
     drained: done when the worker's last request has ended after the order "drain".
@@ -41,6 +42,7 @@ class WorkerProcess:
         self.ready: asyncio.Future[None] = self._loop.create_future()
         self.drained: asyncio.Future[None] = self._loop.create_future()
         self.exited: asyncio.Future[int | None] = self._loop.create_future()
+        self.is_open = False
         self.has_answered = True
         self._loop.add_reader(self._pipe.fileno(), self._on_report)
 
@@ -51,6 +53,11 @@ class WorkerProcess:
                 self._pipe.send(order)
             except BrokenPipeError:
                 self._on_exit()
+
+    def open(self) -> None:
+        """Lets the worker serve."""
+        self.is_open = True
+        self.send_order("open")
 
     def ask_if_alive(self) -> None:
         """Asks the worker's event loop to answer. Requires `has_answered`: unanswered orders may fill the pipe."""
@@ -94,7 +101,7 @@ class WorkerPool:
     """All workers of a server.
 
     timeout_s: a worker whose event loop does not respond for this time is killed and replaced.
-    failed: gets an exception if a dead worker's replacement can't start within `START_TIMEOUT_S`.
+    failed: gets an exception if a dead worker's replacement can't start, or is not ready within `START_TIMEOUT_S`.
     """
 
     def __init__(self, arguments: list[WorkerArguments], timeout_s: float):
@@ -112,14 +119,18 @@ class WorkerPool:
     def open(self) -> None:
         """Lets all workers serve. Replaces workers that die or stop responding from now on."""
         for index, worker in enumerate(self._workers):
-            worker.send_order("open")
+            worker.open()
             self._replace_tasks.append(asyncio.create_task(self._replace_when_dead(index)))
 
     async def drain(self) -> None:
         """Makes workers refuse new requests, and waits until the running requests have ended."""
         self._stop_replacing()
         for worker in self._workers:
-            worker.send_order("drain")
+            if worker.is_open:
+                worker.send_order("drain")
+            else:
+                # A replacement that still starts has no requests.
+                worker.kill()
         for worker in self._workers:
             await asyncio.wait((worker.drained, worker.exited), return_when=asyncio.FIRST_COMPLETED)
 
@@ -150,9 +161,10 @@ class WorkerPool:
                 await asyncio.sleep(backoff_s)
                 worker = self._workers[index] = WorkerProcess(self._arguments[index])
                 await self._wait_for_replacement(index)
-                worker.send_order("open")
-        except (SettingsError, RuntimeError) as error:
-            self.failed.set_exception(error)
+                worker.open()
+        except (SettingsError, RuntimeError, OSError) as error:
+            if not self.failed.done():
+                self.failed.set_exception(error)
 
     async def _wait_for_replacement(self, index: int) -> None:
         """Waits until a worker is ready. Raises SettingsError or RuntimeError if the worker fails or is too slow."""

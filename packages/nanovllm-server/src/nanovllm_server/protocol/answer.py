@@ -9,6 +9,7 @@ from typing import cast
 
 import orjson
 
+from nanovllm_server.protocol.body import MAX_VALUES, has_too_many_values
 from nanovllm_server.protocol.error import ApiError, bad_field
 from nanovllm_server.protocol.field_reader import FieldReader
 from nanovllm_server.protocol.json import JSON
@@ -208,10 +209,13 @@ def _read_possibly_encoded(fields: FieldReader, name: str, *types: str) -> JSON:
     value = fields.raw(name, {"type": [*types, "string"]})
     if not isinstance(value, str):
         return value
+    path, encoded = fields.path(name), value.encode()
+    if has_too_many_values(encoded):
+        message = f"{path} has more than {MAX_VALUES} JSON values: send fewer"
+        raise ApiError(400, message, param=path, code="too_many_values")
     try:
-        return orjson.loads(value)
+        return orjson.loads(encoded)
     except orjson.JSONDecodeError as error:
-        path = fields.path(name)
         message = f"{path} is a string that is not valid JSON: {error}"
         raise ApiError(400, message, param=path, code="invalid_json") from error
 

@@ -21,7 +21,7 @@ _PIECE_BYTES = 1 << 18
 
 def parse_body(data: bytes | bytearray) -> dict[str, JSON]:
     """Decodes `data`. Raises ApiError (400) if `data` is not a JSON object or has too many values."""
-    if _has_too_many_values(data):
+    if has_too_many_values(data):
         raise ApiError(400, f"the body has more than {MAX_VALUES} JSON values: send fewer", code="too_many_values")
     try:
         body = cast(JSON, orjson.loads(data))
@@ -32,7 +32,8 @@ def parse_body(data: bytes | bytearray) -> dict[str, JSON]:
     return body
 
 
-def _has_too_many_values(data: bytes | bytearray) -> bool:
+def has_too_many_values(data: bytes | bytearray) -> bool:
+    """Whether JSON text has more than `MAX_VALUES` values. Strings that contain JSON are not counted."""
     if len(data) <= MAX_VALUES:
         return False
     # One call of `translate` takes less than half the time of three calls of `count`.

@@ -1,6 +1,6 @@
 """Validates the body of a chat completion request."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nanovllm_core.sampling_params import (
     MAX_ALLOWED_TOKEN_IDS,
@@ -100,11 +100,25 @@ class ChatRequest:
     request_id: str | None
     transfer_params: TransferParams | None
     unknown_fields: tuple[str, ...]
+    num_body_bytes: int = 0
+
+    def without_contents(self) -> "ChatRequest":
+        """Returns a copy that holds nothing whose size is limited only by the size of the body."""
+        return replace(
+            self,
+            messages=(),
+            tools=None,
+            answer_rule=None,
+            prediction=None,
+            template=TemplateOptions(),
+            unknown_fields=(),
+        )
 
 
 def parse_chat_request(data: bytes | bytearray, limits: Limits, defaults: SamplingDefaults) -> ChatRequest:
     """Parses and validates the body of a request. Raises ApiError (400)."""
-    return read_chat_request(FieldReader(parse_body(data)), limits, defaults)
+    chat = read_chat_request(FieldReader(parse_body(data)), limits, defaults)
+    return replace(chat, num_body_bytes=len(data))
 
 
 def read_chat_request(body: FieldReader, limits: Limits, defaults: SamplingDefaults) -> ChatRequest:
