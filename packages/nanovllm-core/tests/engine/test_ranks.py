@@ -31,7 +31,7 @@ pytestmark = pytest.mark.background
 CONFIG = EngineConfig(device="cpu", num_blocks=64, max_num_seqs=4, tensor_parallel_size=2)
 LIMITS = {"max_model_len": 128, "max_num_batched_tokens": 48}
 RESOLVED = resolve(CONFIG, max_position=toy_model.LONGEST, model_dtype=torch.float32, has_cuda=False)
-MAX_END_S = 60
+MAX_START_S, MAX_END_S = 500, 60
 
 
 @pytest.fixture(scope="module")
@@ -184,7 +184,7 @@ def test_a_program_whose_ranks_can_not_start_ends_with_their_error(tmp_path):
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(toy_model.__file__).parent)}
     result = subprocess.run(
-        [sys.executable, program], env=environment, capture_output=True, text=True, timeout=MAX_END_S, check=False
+        [sys.executable, program], env=environment, capture_output=True, text=True, timeout=MAX_START_S, check=False
     )
     assert result.returncode == 1
     assert "EngineDeadError: rank 1 has ended (exit code 1)" in result.stderr

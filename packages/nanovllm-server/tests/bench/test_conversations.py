@@ -152,7 +152,7 @@ async def test_only_a_burst_exceeds_the_concurrency(options, engine):
         num_active.append(engine.num_active)
 
     engine._submit = submit_and_count
-    engine.delay = 0.1
+    engine.delay = 0.3
     sizes = replace(options.settings.sizes, output_len=1)
     await measure(replace(options, settings=replace(options.settings, sizes=sizes)))
     num_before_returning_burst = 3 + NUM_REQUESTS[0] + 2 + 5

@@ -34,8 +34,8 @@ async def test_each_mix_sends_its_streams(options, engine):
     assert with_compiling.compiled > 0
     assert with_compiling.refused == 0
     for result in results:
-        assert 1 < result.itl.p50 <= result.itl.p99 < 1000
-        assert 0 < result.ratio_p50 < 100
+        assert 1 < result.itl.p50 <= result.itl.p99
+        assert result.ratio_p50 > 0
     requests = [request.sampling for request in engine.requests]
     assert sum(sampling.grammar is None for sampling in requests) == 1 + 2 * (4 + 2 + 2)
     assert len({spec.source for spec in engine.compiled}) == 1 + with_compiling.compiled

@@ -77,8 +77,8 @@ async def test_each_case_reports_its_figures(options):
     assert short_beside.figures["long_alone_ttft_p50_ms"] == long_alone.figures["long_ttft_p50_ms"]
     assert len(decodes.ttfts_ms["prompt"]) == 4
     assert decodes.figures["prompt_1_ttft_p50_ms"] <= decodes.figures["prompt_last_ttft_p50_ms"]
-    assert 1 < decodes.figures["baseline_gap_p50_ms"] <= decodes.figures["baseline_gap_max_ms"] < 1000
-    assert decodes.figures["baseline_gaps"] > 2 * 3 * 5
+    assert 1 < decodes.figures["baseline_gap_p50_ms"] <= decodes.figures["baseline_gap_max_ms"]
+    assert decodes.figures["baseline_gaps"] >= 2 * 3
     assert decodes.figures["beside_gaps"] >= 2 * 3
     assert {kind: len(ttfts) > 1 for kind, ttfts in arrivals.ttfts_ms.items()} == {"rate_0": False, "rate_60": True}
     assert "rate_0_ttft_p50_ms" not in arrivals.figures

@@ -168,7 +168,11 @@ async def test_timeout_while_a_grammar_compiles_is_a_504(post, engine, service):
 
 async def test_timeout_in_mid_stream_is_an_error_event(post, engine, service):
     engine.delay, engine.endless = 0.01, True
-    data = await (await post(stream=True, timeout=0.2)).get_data()
+    answer = asyncio.create_task(post(stream=True, timeout=30))
+    await until(lambda: [generation for generation in service.running if generation.first_token_s is not None])
+    (generation,) = service.running
+    generation._expire(30)
+    data = await (await answer).get_data()
     *_, error, done = data.decode().split("\n\n")[:-1]
     assert data.startswith(b"data: {")
     assert error.startswith("event: error\ndata: ")
@@ -312,7 +316,7 @@ async def test_disconnect_before_or_after_other_choices_start_frees_everything(u
     writer.write(request_bytes(stream=True, n=4, messages=[{"role": "user", "content": "x" * 40}]))
     await until(lambda: len(engine.requests) == (1 if when == "before" else 4))
     writer.close()
-    await until(lambda: service.admission.num_active == 0, seconds=1)
+    await until(lambda: service.admission.num_active == 0, seconds=30)
     assert engine.num_active == 0
     assert len(engine.aborted) == len(engine.requests)
 

@@ -1,3 +1,4 @@
+import asyncio
 import multiprocessing
 import os
 import time
@@ -5,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from loopback import until
 from prometheus_client.parser import text_string_to_metric_families
 
 from nanovllm_core import EngineStats
@@ -158,7 +160,11 @@ async def test_request_that_was_scheduled_at_once_has_no_queue_time(post, servic
 
 async def test_aborted_request_has_no_finish_latencies(post, service, engine):
     engine.endless, engine.delay = True, 0.001
-    assert (await post(timeout=0.05)).status_code == 504
+    answer = asyncio.create_task(post(timeout=30))
+    await until(lambda: [generation for generation in service.running if generation.first_token_s is not None])
+    (generation,) = service.running
+    generation._expire(30)
+    assert (await answer).status_code == 504
     samples = read_samples(service.metrics)
     assert service.metrics.finish_reasons["abort"] == 1
     assert samples["time_to_first_token_seconds_count"] == 1
