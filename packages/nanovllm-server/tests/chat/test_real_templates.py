@@ -95,7 +95,8 @@ async def test_rendered_earlier_call_is_readable_by_the_parser(model, tokenizer_
     )
     # A "<" at the end of the shared text may begin two different tags. The parser needs the whole tag.
     num_shared_characters -= first_prompt[:num_shared_characters].endswith("<")
-    parser = model_format.make_parser(first_prompt[:num_shared_characters], {"get_weather": SCHEMA})
+    reasoning_state = model_format.reasoning_state(first_prompt[:num_shared_characters])
+    parser = model_format.make_parser(reasoning_state, {"get_weather": SCHEMA})
     events = parser.push(later_prompt[num_shared_characters:]) + parser.finish()
     names = [event.name for event in events if isinstance(event, CallBegun)]
     assert names == ([] if name in MODELS_WITHOUT_PAST_CALLS else ["get_weather"])

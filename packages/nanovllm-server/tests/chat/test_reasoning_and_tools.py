@@ -325,6 +325,31 @@ async def test_tools_and_values_reach_the_template(post_chat, set_reply, tokeniz
     assert tokenizer.given[-1][1] == {}
 
 
+@pytest.mark.parametrize(
+    ("start", "reasoning", "content"),
+    [
+        ("<think>\nOkay", "more", "Hi"),
+        ("<think>\nOkay</think>\n\nHello", None, " more</think>Hi"),
+        ("Hello", None, " more</think>Hi"),
+    ],
+)
+async def test_an_answer_that_continues_reasoning_begins_with_reasoning(post, set_reply, start, reasoning, content):
+    set_reply(QWEN, " more</think>Hi")
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": start}]
+    response = await post(messages=messages, continue_final_message=True)
+    message = (await response.get_json())["choices"][0]["message"]
+    assert (message.get("reasoning"), message["content"]) == (reasoning, content)
+
+
+async def test_a_reasoning_budget_does_not_change_a_message_that_the_answer_continues(post, set_reply, engine):
+    set_reply(QWEN, " more")
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Hello"}]
+    for fields in ({}, {"max_reasoning_tokens": 4}):
+        assert (await post(messages=messages, continue_final_message=True, **fields)).status_code == 200
+    assert [*engine.requests[0].prompt_ids] == [*engine.requests[1].prompt_ids]
+    assert engine.requests[1].sampling.reasoning_budget is None
+
+
 async def test_tools_are_a_400_if_the_call_format_is_unknown(post):
     response = await post(tools=TOOLS)
     error = (await response.get_json())["error"]

@@ -111,7 +111,9 @@ def draw_answers(walker):
         for _ in range(count):
             tokens, finished = walker.draw(grammar, random, goals)
             schemas = None if tools is None else tools.type_schemas(grammar.parameter_types)
-            parser = model_format.make_parser(prompt, schemas, calls_only_at_start=constraint.calls_only_at_start)
+            parser = model_format.make_parser(
+                model_format.reasoning_state(prompt), schemas, calls_only_at_start=constraint.calls_only_at_start
+            )
             detokenizer = Detokenizer(walker.vocabulary, model_format.tag_ids(schemas))
             pieces = [*map(detokenizer.push, tokens), detokenizer.finish()]
             answer = DrawnAnswer("".join(pieces), finished)

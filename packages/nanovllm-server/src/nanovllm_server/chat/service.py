@@ -21,7 +21,7 @@ from nanovllm_server.observability.http_exchange import HttpExchange
 from nanovllm_server.observability.logs import Logger
 from nanovllm_server.observability.metrics import Metrics
 from nanovllm_server.parsing.detokenizing import TextVocabulary
-from nanovllm_server.parsing.model_format import ModelFormat
+from nanovllm_server.parsing.model_format import ModelFormat, ReasoningState
 from nanovllm_server.protocol.bodies import KVTransferParams
 from nanovllm_server.protocol.error import (
     ApiError,
@@ -135,10 +135,9 @@ class Service:
             max_tokens=max_prompt_tokens,
             num_body_bytes=chat.num_body_bytes,
         )
-        prompt, reasoning_budget = await self._prepare_reasoning(chat, prompt)
+        prompt, reasoning_state, reasoning_budget = await self._prepare_reasoning(chat, prompt)
         if self.log_prompts:
             self.logger.info("prompt", request_id=exchange.request_id, text=prompt.text)
-        reasoning_state = self.model_format.reasoning_state(prompt.text)
         constraint = constrain(chat.answer_rule, chat.tools, self.model_format, reasoning_state)
         grammar = None if constraint is None else constraint.spec
         sampling = replace(chat.sampling, grammar=grammar, reasoning_budget=reasoning_budget)
@@ -155,7 +154,7 @@ class Service:
             make_grammar_error = partial(invalid_grammar, constraint.path)
         assemblers = self._make_assemblers(
             chat,
-            prompt,
+            reasoning_state,
             parameter_types,
             calls_only_at_start=constraint is not None and constraint.calls_only_at_start,
         )
@@ -191,21 +190,25 @@ class Service:
             return np.empty(0, np.int32)
         return await self.renderer.encode_prediction(chat.prediction, self.engine.info.max_model_len)
 
-    async def _prepare_reasoning(self, chat: ChatRequest, prompt: Prompt) -> tuple[Prompt, ReasoningBudget | None]:
-        """Returns (prompt, budget or None). If there is a budget, the prompt ends with the begin tag of reasoning."""
-        reasoning, state = self.model_format.chat_format.reasoning, self.model_format.reasoning_state(prompt.text)
+    async def _prepare_reasoning(
+        self, chat: ChatRequest, prompt: Prompt
+    ) -> tuple[Prompt, ReasoningState, ReasoningBudget | None]:
+        """Returns (prompt, state at its end, budget or None). With a budget, the prompt ends within reasoning."""
+        continued_text = (chat.messages[-1].content or "") if chat.template.continue_final_message else ""
+        reasoning = self.model_format.chat_format.reasoning
+        state = self.model_format.reasoning_state(prompt.text, continued_text)
         max_tokens, field_path = chat.reasoning.max_tokens, chat.reasoning.max_tokens_field
         if max_tokens is None or reasoning is None or state == "closed":
-            return prompt, None
+            return prompt, state, None
         end_id = self.model_format.reasoning_end_id
         if end_id is None:
             raise unsupported(
                 field_path, f"{field_path} is not supported: {reasoning.end} is not a single token of this model"
             )
         if state == "undecided":
-            prompt = await self.renderer.extend(prompt, f"{reasoning.begin}\n")
+            prompt, state = await self.renderer.extend(prompt, f"{reasoning.begin}\n"), "open"
         # The client's integer may be too large for the engine.
-        return prompt, ReasoningBudget(min(max_tokens, self.engine.info.max_model_len), (end_id,))
+        return prompt, state, ReasoningBudget(min(max_tokens, self.engine.info.max_model_len), (end_id,))
 
     async def _compile_in_time(
         self, constraint: AnswerConstraint, arrival: float, timeout_s: float | None
@@ -258,7 +261,12 @@ class Service:
         )
 
     def _make_assemblers(
-        self, chat: ChatRequest, prompt: Prompt, parameter_types: ParameterTypes, *, calls_only_at_start: bool
+        self,
+        chat: ChatRequest,
+        reasoning_state: ReasoningState,
+        parameter_types: ParameterTypes,
+        *,
+        calls_only_at_start: bool,
     ) -> list[OutputAssembler]:
         tools = None if chat.tools is None else chat.tools.type_schemas(parameter_types)
         options = ChoiceOptions(
@@ -273,7 +281,7 @@ class Service:
             is_function_named=chat.tools is not None and chat.tools.mode == "named",
         )
         make_parser = partial(
-            self.model_format.make_parser, prompt.text, tools, calls_only_at_start=calls_only_at_start
+            self.model_format.make_parser, reasoning_state, tools, calls_only_at_start=calls_only_at_start
         )
         return [
             OutputAssembler(index, self.vocabulary, chat.sampling, make_parser(), options) for index in range(chat.n)

@@ -36,18 +36,30 @@ class ModelFormat:
         """Ids of the special tokens that the parser must see as text. tools: None if the parser reads no calls."""
         return self._reasoning_tag_ids if tools is None else self._all_tag_ids
 
-    def reasoning_state(self, prompt: str) -> ReasoningState:
-        """Returns the state of the reasoning at the end of `prompt`."""
+    def reasoning_state(self, prompt: str, continued_text: str = "") -> ReasoningState:
+        """Returns the state of the reasoning at the end of `prompt`.
+
+        continued_text: the text of the last message if the answer continues this message.
+        """
         reasoning = self.chat_format.reasoning
         if reasoning is None or prompt.rstrip().endswith(reasoning.end):
             return "closed"
-        return "open" if prompt.rstrip().endswith(reasoning.begin) else "undecided"
+        if prompt.rstrip().endswith(reasoning.begin):
+            return "open"
+        if continued_text.strip():
+            return "open" if continued_text.rfind(reasoning.begin) > continued_text.rfind(reasoning.end) else "closed"
+        return "undecided"
 
-    def make_parser(self, prompt: str, tools: SchemasByFunction | None, *, calls_only_at_start: bool = False) -> Parser:
-        """Makes the parser of one answer to `prompt`. tools: None to treat tool calls as content."""
+    def make_parser(
+        self, reasoning_state: ReasoningState, tools: SchemasByFunction | None, *, calls_only_at_start: bool = False
+    ) -> Parser:
+        """Makes the parser of one answer.
+
+        reasoning_state: state at the end of the prompt. tools: None to treat tool calls as content.
+        """
         return Parser(
             self.chat_format,
-            starts_in_reasoning=self.reasoning_state(prompt) == "open",
+            starts_in_reasoning=reasoning_state == "open",
             tools=tools,
             calls_only_at_start=calls_only_at_start,
         )
