@@ -163,6 +163,37 @@ async def test_body_is_not_received_while_it_waits_for_memory(service):
     await asyncio.wait((first, second))
 
 
+async def test_small_chunked_bodies_do_not_wait_for_large_ones(service, serve_at, monkeypatch):
+    monkeypatch.setattr(body_memory, "MAX_WAIT_S", 0.05)
+    service.max_body_bytes = service.body_memory_bytes = MIB
+    head = (
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        b"Transfer-Encoding: chunked\r\n\r\n"
+    )
+
+    def chunk(data: bytes) -> bytes:
+        return b"%x\r\n%s\r\n" % (len(data), data)
+
+    small = json.dumps({"model": "scripted", "messages": [{"role": "user", "content": "hi"}]}).encode()
+    large = json.dumps({"model": "scripted", "messages": [{"role": "user", "content": "x" * 3 * MIB}]}).encode()
+    async with serve_at(create_app(service)) as url, asyncio.timeout(60):
+        # These bodies are idle: the first has only begun, and the second holds the memory of large bodies.
+        idle = [await connect(url) for _ in range(2)]
+        for (_, writer), data in zip(idle, (b"{", large[: 2 * MIN_COUNTED_BYTES]), strict=True):
+            writer.write(head + chunk(data))
+            await writer.drain()
+        for data, status in ((small, b"200"), (large[: MIB // 2], b"503")):
+            reader, writer = await connect(url)
+            writer.write(head + chunk(data) + chunk(b""))
+            assert (await reader.readline()).startswith(b"HTTP/1.1 " + status)
+            writer.close()
+        # A body that is too large is refused although its start was read.
+        idle[1][1].write(chunk(large[2 * MIN_COUNTED_BYTES :]))
+        assert (await idle[1][0].readline()).startswith(b"HTTP/1.1 413 ")
+        for _, writer in idle:
+            writer.close()
+
+
 @pytest.mark.parametrize("length_header", [b"Content-Length: 99999999", b"Content-Length: 1000"])
 async def test_key_and_length_are_checked_before_the_body_arrives(url, service, length_header):
     reader, writer = await connect(url)

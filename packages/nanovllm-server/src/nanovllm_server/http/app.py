@@ -1,7 +1,8 @@
 """The routes of the server. Every exception becomes an error response."""
 
 import asyncio
-from contextlib import aclosing
+from collections.abc import AsyncGenerator
+from contextlib import aclosing, asynccontextmanager
 from typing import cast
 
 import orjson
@@ -13,7 +14,7 @@ from werkzeug.exceptions import HTTPException, MethodNotAllowed, NotFound, Reque
 from nanovllm_core import EngineDeadError
 from nanovllm_server.chat.prompt_logprobs import serialize_prompt_logprobs
 from nanovllm_server.chat.service import Service
-from nanovllm_server.http.body_memory import BodyMemory, BodyShare
+from nanovllm_server.http.body_memory import MIN_COUNTED_BYTES, BodyMemory, BodyShare
 from nanovllm_server.http.cross_origin import CrossOriginPolicy
 from nanovllm_server.http.event_stream import ChatStream
 from nanovllm_server.http.header_checks import check_content_type, check_key, refuse_ambiguous_request
@@ -49,7 +50,7 @@ def create_app(service: Service) -> Quart:
     async def chat_completions() -> Response:
         exchange = get_exchange(cast(HTTPScope, request.scope))
         check_content_type(request.headers.get("Content-Type"), request.headers.get("Content-Encoding"))
-        async with body_memory.hold(_reserved_body_bytes(service)) as body_share:
+        async with body_memory.hold(await _count_reserved_bytes(service)) as body_share:
             chat = await _read_request(service, exchange, body_share, large_body_semaphore)
             generation = await service.start_generation(chat, exchange)
             # Free the memory of the request now, because the answer may take long.
@@ -152,13 +153,29 @@ def _add_static_routes(app: Quart, service: Service) -> None:
     app.add_url_rule("/", view_func=page, methods=["GET"])
 
 
-def _reserved_body_bytes(service: Service) -> int:
-    """Returns Content-Length. Without this header, returns max_body_bytes for a chunked body, and 0 for no body.
+@asynccontextmanager
+async def _limit_body_time() -> AsyncGenerator[None]:
+    """Raises RequestTimeout if the `async with` block takes longer than `BODY_TIMEOUT_S`."""
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            yield
+    except TimeoutError as error:
+        raise RequestTimeout from error
 
-    Raises RequestEntityTooLarge.
+
+async def _count_reserved_bytes(service: Service) -> int:
+    """Returns how much memory to hold for the body: Content-Length, or 0 without a body.
+
+    For a chunked body, first reads the body's start: returns 0 if the body is small, else max_body_bytes.
+    Raises RequestEntityTooLarge, RequestTimeout.
     """
     if request.content_length is None:
-        return service.max_body_bytes if get_exchange(cast(HTTPScope, request.scope)).is_chunked else 0
+        exchange = get_exchange(cast(HTTPScope, request.scope))
+        if not exchange.is_chunked:
+            return 0
+        async with _limit_body_time():
+            is_complete = await exchange.body.read_start(MIN_COUNTED_BYTES)
+        return 0 if is_complete else service.max_body_bytes
     if request.content_length > service.max_body_bytes:
         raise RequestEntityTooLarge
     return request.content_length
@@ -167,11 +184,8 @@ def _reserved_body_bytes(service: Service) -> int:
 async def _read_request(
     service: Service, exchange: HttpExchange, body_share: BodyShare, large_body_semaphore: asyncio.Semaphore
 ) -> ChatRequest:
-    try:
-        async with asyncio.timeout(BODY_TIMEOUT_S):
-            data = await exchange.body.read(service.max_body_bytes)
-    except TimeoutError as error:
-        raise RequestTimeout from error
+    async with _limit_body_time():
+        data = await exchange.body.read(service.max_body_bytes)
     body_share.shrink(len(data))
     if len(data) < MIN_THREADED_BODY_BYTES:
         chat = parse_chat_request(data, service.limits, service.defaults)

@@ -97,7 +97,7 @@ class HttpExchangeMiddleware:
 
         async def receive_and_track() -> ASGIReceiveEvent:
             # The application gets the body from `exchange.body`. The web framework gets events with an empty body.
-            await exchange.body.wait_until_read_or_discarded()
+            await exchange.body.wait_until_wanted()
             event = await receive()
             exchange.body.add(event)
             return {**event, "body": b""} if event["type"] == "http.request" else event

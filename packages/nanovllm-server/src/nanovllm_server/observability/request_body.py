@@ -1,13 +1,14 @@
 """Reads the body of a request. The web framework's class would read the body before the server checks the headers."""
 
 import asyncio
+import sys
 
 from hypercorn.typing import ASGIReceiveEvent
 from werkzeug.exceptions import RequestEntityTooLarge
 
 
 class RequestBody:
-    """A request's body. The server reads no part of the body until the application calls `read` or `discard`.
+    """A request's body. The server reads no part of the body until the application calls one of the methods below.
 
     received: event, set when the request is complete or the client has disconnected.
     """
@@ -16,16 +17,30 @@ class RequestBody:
         self.received = asyncio.Event()
         self._data = bytearray()
         self._max_bytes = 0  # 0: discard the body
-        # Set when the application calls `read` or `discard`.
-        self._read_or_discard_called = asyncio.Event()
+        # `read_start` stops at this number of bytes.
+        self._start_bytes = sys.maxsize
+        self._start_ended = asyncio.Event()
+        # Set while the server should read from the connection.
+        self._is_wanted = asyncio.Event()
         self._is_too_large = False
         # Set when the body is complete or too large.
         self._reading_ended = asyncio.Event()
 
+    async def read_start(self, num_bytes: int) -> bool:
+        """Reads until `num_bytes` or the whole body have arrived. Returns whether the body is complete.
+
+        Afterwards, call `read`.
+        """
+        self._max_bytes, self._start_bytes = sys.maxsize, num_bytes
+        self._is_wanted.set()
+        await self._start_ended.wait()
+        return self._reading_ended.is_set()
+
     async def read(self, max_bytes: int) -> bytearray:
         """Reads the body. Raises RequestEntityTooLarge if the body has more than `max_bytes`."""
-        self._max_bytes = max_bytes
-        self._read_or_discard_called.set()
+        self._max_bytes, self._start_bytes = max_bytes, sys.maxsize
+        self._check_size()
+        self._is_wanted.set()
         try:
             await self._reading_ended.wait()
             if self._is_too_large:
@@ -38,11 +53,11 @@ class RequestBody:
         """Discards the received part and all later parts."""
         self._data = bytearray()
         self._max_bytes = 0
-        self._read_or_discard_called.set()
+        self._is_wanted.set()
 
-    async def wait_until_read_or_discarded(self) -> None:
-        """Waits until the application calls `read` or `discard`. Await this before each read from the connection."""
-        await self._read_or_discard_called.wait()
+    async def wait_until_wanted(self) -> None:
+        """Waits until the application wants more of the body. Await this before each read from the connection."""
+        await self._is_wanted.wait()
 
     def add(self, event: ASGIReceiveEvent) -> None:
         """Handles a received event: a part of the body, or the client's disconnect."""
@@ -52,10 +67,17 @@ class RequestBody:
             return
         if self._max_bytes:
             self._data += event.get("body", b"")
-            if len(self._data) > self._max_bytes:
-                self._is_too_large = True
-                self._reading_ended.set()
-                self.discard()
+            self._check_size()
         if not event.get("more_body", False):
             self.received.set()
             self._reading_ended.set()
+            self._start_ended.set()
+
+    def _check_size(self) -> None:
+        if len(self._data) > self._max_bytes:
+            self._is_too_large = True
+            self._reading_ended.set()
+            self.discard()
+        elif len(self._data) >= self._start_bytes:
+            self._is_wanted.clear()
+            self._start_ended.set()
