@@ -210,9 +210,9 @@ class HostTier:
             num_slots = sum(target.kind == kind and not pool.count_holders(target.slot or 0) for target in copies)
             if num_slots > pool.num_free:
                 return False
-        cache_pools = self._cache_pools[group]
-        if any(not cache_pools[kind].can_acquire(found) for kind, _, _, found, _ in targets if found is not None):
-            # Holding a checkpoint would take the slot of a request that may start.
+        checkpoint = targets[-1].found if targets[-1].kind is EntryKind.CHECKPOINT else None
+        if checkpoint is not None and not self._cache_pools[group][EntryKind.CHECKPOINT].can_acquire(checkpoint):
+            # Holding the checkpoint would take the slot of a request that may start.
             return False
         num_tokens = (num_prefix_blocks - num_cached_blocks) * self._block_size
         load_s = self._predict_load(sum(self._entry_bytes[target.kind] for target in copies))
