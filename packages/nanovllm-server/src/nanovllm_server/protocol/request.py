@@ -72,6 +72,7 @@ class ChatRequest:
     max_tokens_field: name of the request's field that sets `sampling.max_tokens`, for errors.
     priority: requests with a lower number are served first.
     transfer_params: tells where to fetch the prompt's KV cache, or that another server will fetch it; None: neither.
+    num_body_bytes: size of the request's body.
     """
 
     model: str | None
