@@ -162,13 +162,19 @@ def test_a_request_that_lacks_blocks_is_not_retried_before_enough_are_free(monke
     assert run_step_by_key(scheduler) == {1: 80 * BLOCK_SIZE}
 
 
-def test_a_request_that_lacks_blocks_is_overtaken_a_limited_number_of_times():
-    scheduler = make_scheduler(64, num_blocks=1000)
+def add_blocked_request(scheduler: Scheduler, key: int) -> tuple[RequestState, RequestState]:
+    """Fill half of 1,000 blocks. Returns (the request that holds them, a request that needs more than the others)."""
     holder = add_request(scheduler, 0, 500 * BLOCK_SIZE)
     run_step(scheduler)
-    large = add_request(scheduler, 1, 501 * BLOCK_SIZE)
+    large = add_request(scheduler, key, 501 * BLOCK_SIZE)
     run_step(scheduler)
     assert large.row < 0
+    return holder, large
+
+
+def test_a_request_that_lacks_blocks_is_overtaken_a_limited_number_of_times():
+    scheduler = make_scheduler(64, num_blocks=1000)
+    holder, large = add_blocked_request(scheduler, 1)
     for key in range(2, 2 + MAX_BYPASSES + 10):
         add_request(scheduler, key, BLOCK_SIZE, token=3)
     for _ in range(3):
@@ -183,10 +189,7 @@ def test_a_request_that_lacks_blocks_is_overtaken_a_limited_number_of_times():
 
 def test_a_request_that_lacks_blocks_is_served_although_many_earlier_requests_were_queued_later():
     scheduler = make_scheduler(256, num_blocks=1000)
-    holder = add_request(scheduler, 0, 500 * BLOCK_SIZE)
-    run_step(scheduler)
-    large = add_request(scheduler, 1000, 501 * BLOCK_SIZE)
-    run_step(scheduler)
+    holder, large = add_blocked_request(scheduler, 1000)
     # These requests precede the large request in the queue, like the choices of a request with `n`.
     others = [add_request(scheduler, key, BLOCK_SIZE, token=3) for key in range(1, 2 * MAX_WAITING_CANDIDATES)]
     for _ in range(3):

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from urllib.parse import urlsplit
 
 import pytest
-from loopback import connect, until
+from loopback import connect, expire_after_first_token, until
 
 from nanovllm_server import cli
 from nanovllm_server.http.app import create_app
@@ -169,9 +169,7 @@ async def test_timeout_while_a_grammar_compiles_is_a_504(post, engine, service):
 async def test_timeout_in_mid_stream_is_an_error_event(post, engine, service):
     engine.delay, engine.endless = 0.01, True
     answer = asyncio.create_task(post(stream=True, timeout=30))
-    await until(lambda: [generation for generation in service.running if generation.first_token_s is not None])
-    (generation,) = service.running
-    generation._expire(30)
+    await expire_after_first_token(service)
     data = await (await answer).get_data()
     *_, error, done = data.decode().split("\n\n")[:-1]
     assert data.startswith(b"data: {")

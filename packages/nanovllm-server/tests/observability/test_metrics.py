@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from loopback import until
+from loopback import expire_after_first_token
 from prometheus_client.parser import text_string_to_metric_families
 
 from nanovllm_core import EngineStats
@@ -161,9 +161,7 @@ async def test_request_that_was_scheduled_at_once_has_no_queue_time(post, servic
 async def test_aborted_request_has_no_finish_latencies(post, service, engine):
     engine.endless, engine.delay = True, 0.001
     answer = asyncio.create_task(post(timeout=30))
-    await until(lambda: [generation for generation in service.running if generation.first_token_s is not None])
-    (generation,) = service.running
-    generation._expire(30)
+    await expire_after_first_token(service)
     assert (await answer).status_code == 504
     samples = read_samples(service.metrics)
     assert service.metrics.finish_reasons["abort"] == 1

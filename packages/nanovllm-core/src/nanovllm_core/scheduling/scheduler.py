@@ -111,7 +111,8 @@ class Scheduler:
             return ()
         if not has_plan:
             return self.tier.take_loads() + self.tier.take_stores()
-        # A load may write to the slot of a checkpoint from which a request of the planned step starts.
+        # A load may write to the slot of a checkpoint from which a request of the planned step starts. Other loads are
+        # launched now, because after the launch of the step they would wait for the step's end.
         has_checkpoints = len(self.tier.pools) > 1
         return () if has_checkpoints else self.tier.take_loads()
 

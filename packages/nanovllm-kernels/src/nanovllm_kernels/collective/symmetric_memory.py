@@ -12,7 +12,6 @@ import torch.distributed._symmetric_memory as torch_symmetric_memory
 from torch._C._distributed_c10d import PrefixStore, Store, _register_process_group, _unregister_process_group  # pyright: ignore[reportPrivateUsage]
 from torch.distributed.distributed_c10d import GroupName, _get_process_group_store  # pyright: ignore[reportPrivateUsage]
 
-# Each rendezvous of this process has another name.
 _rendezvous_name_numbers = itertools.count()
 
 
