@@ -1,5 +1,6 @@
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 from nanovllm_kernels import gemm
@@ -21,6 +22,15 @@ def test_linear_matches_float64(dtype, with_bias, num_tokens):
         assert out.dtype in (dtype, torch.float32)
         assert out.shape == (num_tokens, 40)
         torch.testing.assert_close(out.double(), expected, **tolerance)
+
+
+@pytest.mark.parametrize(("shape", "with_bias"), [((300, 64), True), ((1, 300, 64), True), ((1, 300, 64), False)])
+def test_many_rows_on_cuda_keep_the_dtype_of_the_residual(shape, with_bias):
+    with FakeTensorMode():  # Computes shapes and dtypes, and needs no GPU.
+        x, weight, bias = (torch.empty(s, dtype=torch.bfloat16, device="cuda") for s in (shape, (40, 64), 40))
+        residual = torch.empty((*shape[:-1], 40), device="cuda")
+        out = linear(x, weight, bias if with_bias else None, residual)
+    assert (out.dtype, out.shape) == (torch.float32, residual.shape)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

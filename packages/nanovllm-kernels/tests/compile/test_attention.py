@@ -145,7 +145,7 @@ def test_latent_rope_and_cache_compiles(cache_type):
     from nanovllm_kernels.elementwise import triton_latent
 
     types = SEQUENCE_TYPES | {"kv_ptr": cache_type, "scales_ptr": BYTES}
-    constants = {"WIDTH": 576, "PADDED_WIDTH": 1024, "PAGE_SIZE": 64, "QUANTIZED": cache_type == FP8}
+    constants = {"LATENT_DIM": 512, "WIDTH": 576, "PADDED_WIDTH": 1024, "PAGE_SIZE": 64, "QUANTIZED": cache_type == FP8}
     compile_kernel(triton_expanded._gather_latents, types, constants, num_warps=2)
     constants = {"NUM_HEADS": 16, "HEAD_DIM": 192, "ROPE_DIM": 64, "PADDED_HEADS": 16, "PADDED_ROPE_DIM": 64}
     compile_kernel(triton_expanded._copy_k_rope_to_heads, {}, constants, num_warps=4)

@@ -22,7 +22,14 @@ def test_kernels_send_and_sum_in_the_interpreter(num_ranks, dtypes, tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "check", ["check_sums_on_gpus", "check_norms_on_gpus", "check_copies_on_gpus", "check_graphs_on_gpus"]
+    "check",
+    [
+        "check_sums_on_gpus",
+        "check_norms_on_gpus",
+        "check_two_shots_on_gpus",
+        "check_copies_on_gpus",
+        "check_graphs_on_gpus",
+    ],
 )
 def test_collectives_are_correct_on_two_gpus(check):
     if torch.cuda.device_count() < 2:

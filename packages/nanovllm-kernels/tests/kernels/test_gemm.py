@@ -167,9 +167,17 @@ def test_float32_residual_stream_is_not_rounded_to_weight_dtype(device, num_rows
     hidden = gemm.norm_gate_up(stream, norm_weight, 1e-5, up)
     assert hidden.dtype == torch.bfloat16
     expected = stream.double() + hidden.double() @ down.data.double().T
-    actual = gemm.linear(hidden, down, None, stream)
+    bias = torch.randn(width, device=device).to(torch.bfloat16)
+    actual = gemm.linear(hidden, down, None, stream.clone())
     assert actual.dtype == torch.float32
     torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-4)
+    # cuBLAS rounds the sum of a product and a bias to bf16, before `linear` adds the residual.
+    biased = gemm.linear(hidden, down, bias, stream.clone())
+    assert biased.dtype == torch.float32
+    torch.testing.assert_close(biased.double(), expected + bias.double(), rtol=1e-5, atol=2**-6)
+    if num_rows > tiles.MAX_SPLIT_ROWS:
+        batches = gemm.linear(hidden.unsqueeze(0), down, None, stream.unsqueeze(0).clone())
+        torch.testing.assert_close(batches[0].double(), expected, rtol=1e-5, atol=2**-6)
 
 
 @pytest.mark.gpu

@@ -23,24 +23,28 @@ def skipping_projection(monkeypatch):
     monkeypatch.setattr(mla, "MIN_SKIPPING_TOKENS", 1)
 
 
+def attend(batch, backend, num_decodes):
+    batch_plan = plan_latent_batch(
+        batch.block_tables,
+        batch.seq_lens,
+        batch.query_start_loc,
+        num_decodes=num_decodes,
+        max_query_len=batch.max_query_len,
+        max_seq_len=batch.max_seq_len,
+        num_heads=batch.q.shape[1],
+        kv_cache=batch.kv_cache,
+        backend=backend,
+        dtype=batch.q.dtype,
+    )
+    return latent_attention(
+        batch.q, batch.expansion, batch.kv_cache, batch_plan, scale=batch.scale, kv_scales=batch.kv_scales
+    )
+
+
 def check_attention(batch, naive_latent_attention, backend="triton", *, knows_decodes=True):
     expected = naive_latent_attention(batch)
     for num_decodes in (batch.num_decodes, None) if knows_decodes else (None,):
-        batch_plan = plan_latent_batch(
-            batch.block_tables,
-            batch.seq_lens,
-            batch.query_start_loc,
-            num_decodes=num_decodes,
-            max_query_len=batch.max_query_len,
-            max_seq_len=batch.max_seq_len,
-            num_heads=batch.q.shape[1],
-            kv_cache=batch.kv_cache,
-            backend=backend,
-            dtype=batch.q.dtype,
-        )
-        out = latent_attention(
-            batch.q, batch.expansion, batch.kv_cache, batch_plan, scale=batch.scale, kv_scales=batch.kv_scales
-        )
+        out = attend(batch, backend, num_decodes)
         assert out.dtype == batch.q.dtype
         assert out.is_contiguous()
         torch.testing.assert_close(out.double(), expected, atol=TOLERANCE[out.dtype], rtol=0)
@@ -234,6 +238,36 @@ def test_whole_prompts_match_float64_with_flash_attention(
 ):
     batch = latent_batch(requests, (16, 128, 128, 512, 64), page_size=64, dtype=dtype, device=device)
     check_attention(quantized_latents(batch) if is_fp8 else batch, naive_latent_attention, backend="fastest")
+
+
+def check_non_finite_latents(device, make_batch, shape, dtype, backend):
+    """Check that a prompt's results do not change if the latents of the next prompt are not finite."""
+    batch = make_batch([(33, 33), (40, 40)], shape, page_size=16, dtype=dtype, device=device)
+    expected = attend(batch, backend, num_decodes=0)[:33]
+    batch.kv_cache[batch.block_tables[1, :3].long()] = float("nan")
+    assert torch.equal(attend(batch, backend, num_decodes=0)[:33], expected)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # The interpreter computes with NumPy.
+def test_non_finite_latents_do_not_change_other_prompts(device, latent_batch):
+    check_non_finite_latents(device, latent_batch, (3, 16, 16, 32, 16), torch.float16, "triton")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not has_flash_attention(), reason="needs the extra flash-attn and a Hopper GPU")
+def test_non_finite_latents_do_not_change_other_prompts_with_flash_attention(device, latent_batch):
+    check_non_finite_latents(device, latent_batch, (16, 128, 128, 512, 64), torch.bfloat16, "fastest")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_only_non_finite_elements_of_gathered_latents_become_zero(device, value):
+    kv_cache = torch.randn(2, 16, 1, 24, device=device)
+    kv_cache[1, 2, 0, [3, 20]] = value  # One element of a latent, and one of a rotated key part.
+    arguments = [torch.tensor(row, dtype=torch.int32, device=device) for row in ([[1]], [5], [0, 5])]
+    gathered = OPS.gather_latents(kv_cache, None, *arguments, 5, 16, torch.float32)
+    expected = kv_cache[1, :5, 0].clone()
+    expected[2, 3] = 0
+    torch.testing.assert_close(gathered, expected, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.gpu

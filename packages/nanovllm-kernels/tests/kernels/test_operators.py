@@ -61,7 +61,7 @@ def arguments():
         "latent_attention": (*queries, latents, None, table, *lengths, decodes, [], 0.25),
         "project_heads": (torch.randn(3, 4, 16), torch.randn(4, 16, 8), integers([2]), torch.zeros(3, 4, 8)),
         "copy_k_rope_to_heads": (latents.view(-1, 24)[:3, 16:], torch.zeros(3, 4, 16)),
-        "gather_latents": (latents, None, table, *lengths, 3, torch.float32),
+        "gather_latents": (latents, None, table, *lengths, 3, 16, torch.float32),
         "attend_whole_prompts": (
             *(torch.randn(3, 4, 16), torch.randn(3, 4, 16), latents.view(-1, 24)[:3, 16:], *lengths),
             *(0.25, torch.zeros(3, 4, 8)),

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -321,6 +322,23 @@ def check_norms_on_gpus(device: torch.device) -> None:
                     check_norm(communicator, num_rows, hidden_size, dtypes, device)
         check_norm(communicator, 3, 576, (torch.bfloat16, torch.float32, torch.float32), device)
         check_norm(communicator, 3, 1001, (torch.bfloat16, torch.float32, torch.bfloat16), device)
+
+
+def check_two_shots_on_gpus(device: torch.device) -> None:
+    """Check the two-shot kernel and the norm without a sum. Two ranks choose them only with a one-shot limit of 0."""
+    from nanovllm_kernels.collective import peer_collectives
+
+    torch.set_grad_enabled(False)
+    dtypes = (torch.bfloat16, torch.float32, torch.bfloat16)
+    with (
+        patch.object(peer_collectives, "choose_one_shot_limit", return_value=0),
+        open_communicator(device) as communicator,
+    ):
+        for num_rows in GPU_ROWS:
+            for dtype in FLOATS:
+                check_sums(communicator, (num_rows, 4096), dtype, device)
+            check_norm(communicator, num_rows, 4096, dtypes, device)
+        check_graph(communicator, 7, 3072, device)
 
 
 def check_copies_on_gpus(device: torch.device) -> None:

@@ -112,7 +112,8 @@ def _all_reduce_norm(
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
-    phase = gl.load(phases_ptr + program)
+    # Without a sum, there may be more programs than phases.
+    phase = gl.load(phases_ptr + program) if SIZE > 1 else 0
     first_row = program - num_programs if SIZE > 1 else program
     for row in range(first_row, num_rows, num_programs):
         sent_row = row + num_programs

@@ -183,11 +183,11 @@ def linear(
         return _project_split_k_op(x, weight, bias, residual, counters)
     if residual is None:
         return functional.linear(x, weight, bias)
-    if bias is None and residual.dtype == x.dtype:
+    if bias is not None or x.dim() != 2:
+        return residual.add_(functional.linear(x, weight, bias))
+    if residual.dtype == x.dtype:
         return residual.addmm_(x, weight.t())
-    if bias is None:
-        return torch.addmm(residual, x, weight.t(), out_dtype=residual.dtype)
-    return functional.linear(x, weight, bias).add_(residual)
+    return torch.addmm(residual, x, weight.t(), out_dtype=residual.dtype)
 
 
 def _compute_fusible_linear(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:

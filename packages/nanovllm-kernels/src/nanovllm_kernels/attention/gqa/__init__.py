@@ -50,8 +50,9 @@ def plan_batch(
     query_start_loc: int32 [B + 1], index of each request's first query in the step, then the number of queries. A
         request may have no query. If request b has n queries, query i of request b has position seq_lens[b] - n + i,
         and sees the tokens up to this position.
-    num_decodes: number of leading requests with exactly one query. None: the host does not know this number. A captured
-        graph can then be replayed for any lengths within the bounds. The backend "torch" does not allow None.
+    num_decodes: number of requests with exactly one query. These requests come first. None: the host does not know this
+        number. A captured graph can then be replayed for any lengths within the bounds. The backend "torch" does not
+        allow None.
     max_query_len: upper bound on the queries of a request.
     max_seq_len: upper bound on the tokens of a request.
     num_heads: number of query heads.

@@ -164,7 +164,9 @@ def _attend_whole_prompts(
     value_dim = out.shape[2]
     key_dim = expanded_dim - value_dim
     request_tensors = (batch.seq_lens, batch.query_start_loc)
-    cached_rows = _gather_latents_op(kv_cache, kv_scales, batch.block_tables, *request_tensors, num_tokens, q.dtype)
+    cached_rows = _gather_latents_op(
+        kv_cache, kv_scales, batch.block_tables, *request_tensors, num_tokens, latent_dim, q.dtype
+    )
     latents, k_rope = cached_rows.split((latent_dim, head_dim - key_dim), 1)
     if batch.flash_requests is None or not flash_prefill.supports_rows(head_dim, value_dim, q.dtype):
         kv = functional.linear(latents, expansion.view(-1, latent_dim)).view(-1, num_heads, expanded_dim)
@@ -231,17 +233,19 @@ def _gather_latents_op(
     seq_lens: Tensor,
     query_start_loc: Tensor,
     num_tokens: int,
+    latent_dim: int,
     dtype: torch.dtype,
 ) -> Tensor:
     """Return the cached latent and rotated key part of each token in a whole prompt: [num_tokens, L + R] in `dtype`.
 
-    Rows of other tokens are zeros: FlashAttention reads past a prompt's end, and a weight of 0 times NaN is NaN.
+    Rows of other tokens, and elements of latents that are not finite, are zeros: FlashAttention multiplies values past
+    a prompt's end by 0, and 0 times NaN is NaN.
     """
     from nanovllm_kernels.attention.mla import triton_expanded
 
     out = kv_cache.new_zeros((num_tokens, kv_cache.shape[3]), dtype=dtype)
     requests = PagedRequests(kv_cache, kv_scales, block_tables, seq_lens, query_start_loc)
-    triton_expanded.gather_latents(requests, out)
+    triton_expanded.gather_latents(requests, latent_dim, out)
     return out
 
 
@@ -253,6 +257,7 @@ def _(
     _seq_lens: Tensor,
     _query_start_loc: Tensor,
     num_tokens: int,
+    _latent_dim: int,
     dtype: torch.dtype,
 ) -> Tensor:
     return kv_cache.new_empty((num_tokens, kv_cache.shape[3]), dtype=dtype)

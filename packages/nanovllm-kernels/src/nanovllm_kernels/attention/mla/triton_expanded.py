@@ -13,8 +13,11 @@ from nanovllm_kernels.attention.plan.attention_batch import PagedRequests
 from nanovllm_kernels.attention.triton_softmax import LOG2_E, power_of_2_from_biased, weigh_scores
 
 
-def gather_latents(requests: PagedRequests, out: Tensor) -> None:
-    """Copy and dequantise each token (latent [L], rotated key [R]) of whole prompts to its row of `out` [T, L + R]."""
+def gather_latents(requests: PagedRequests, latent_dim: int, out: Tensor) -> None:
+    """Copy and dequantise each token (latent [L], rotated key [R]) of whole prompts to its row of `out` [T, L + R].
+
+    Elements of latents that are not finite become 0. latent_dim: L.
+    """
     kv_cache, kv_scales, block_tables, seq_lens, query_start_loc = requests
     num_tokens, width = out.shape
     _gather_latents[(num_tokens,)](
@@ -26,6 +29,7 @@ def gather_latents(requests: PagedRequests, out: Tensor) -> None:
         out,
         seq_lens.shape[0],
         block_tables.stride(0),
+        LATENT_DIM=latent_dim,
         WIDTH=width,
         PADDED_WIDTH=tile_configs.next_power_of_2(width),
         PAGE_SIZE=kv_cache.shape[1],
@@ -101,6 +105,7 @@ def _gather_latents(
     out_ptr,
     num_reqs,
     table_stride,
+    LATENT_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
     PADDED_WIDTH: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
@@ -117,9 +122,10 @@ def _gather_latents(
     page = tl.load(block_tables_ptr + request.to(tl.int64) * table_stride + position // PAGE_SIZE).to(tl.int64)
     slot = page * PAGE_SIZE + position % PAGE_SIZE
     dims = tl.arange(0, PADDED_WIDTH)
-    row = tl.load(kv_ptr + slot * WIDTH + dims, mask=dims < WIDTH, other=0.0)
+    row = tl.load(kv_ptr + slot * WIDTH + dims, mask=dims < WIDTH, other=0.0).to(tl.float32)
     if QUANTIZED:
-        row = row.to(tl.float32) * power_of_2_from_biased(tl.load(scales_ptr + slot).to(tl.int32))
+        row *= power_of_2_from_biased(tl.load(scales_ptr + slot).to(tl.int32))
+    row = tl.where((dims >= LATENT_DIM) | (tl.abs(row) < float("inf")), row, 0.0)
     tl.store(out_ptr + token.to(tl.int64) * WIDTH + dims, row.to(out_ptr.dtype.element_ty), mask=dims < WIDTH)
 
 

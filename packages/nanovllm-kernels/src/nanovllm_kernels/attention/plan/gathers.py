@@ -62,7 +62,7 @@ def plan_gathers(
 ) -> GatherPlan:
     """Plan the copies of cached tokens for a step.
 
-    num_decodes: number of leading requests with exactly one query. Other requests may have no query.
+    num_decodes: number of requests with exactly one query. These requests come first. Other requests may have no query.
     dtype: dtype of the masks. None: float32. If the queries have another dtype, every layer converts the masks.
     """
     dtype = dtype or torch.float32
