@@ -16,11 +16,13 @@ from nanovllm_core import (
     EngineConfig,
     EngineDeadError,
     EngineInfo,
+    EngineStats,
     GrammarSpec,
     Request,
     SamplingParams,
 )
 from nanovllm_core.engine import wire
+from nanovllm_core.engine.server import EngineServer
 
 CONFIG = EngineConfig(device="cpu", num_blocks=64, max_num_seqs=8)
 
@@ -152,3 +154,47 @@ async def test_an_unreadable_message_fails_all_requests(tmp_path, caplog, messag
         with pytest.raises(EngineDeadError):
             await collect(client, greedy("b", [1], 1))
         await client.stop()
+
+
+class CompilingLoop:
+    """An engine's loop whose compilations end only by cancellation."""
+
+    info, emitted_stats = INFO, EngineStats()
+
+    def __init__(self):
+        self.has_stopped, self.has_begun, self.is_cancelled = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def run(self, emit):
+        await self.has_stopped.wait()
+
+    def stop(self):
+        self.has_stopped.set()
+
+    async def compile_grammar(self, spec: GrammarSpec):
+        self.has_begun.set()
+        try:
+            await self.has_stopped.wait()
+        except asyncio.CancelledError:
+            self.is_cancelled.set()
+            raise
+
+
+async def test_a_cancelled_call_cancels_its_compilation_in_the_engine(tmp_path):
+    lifeline, write_end = multiprocessing.Pipe(duplex=False)
+    endpoint, loop = f"ipc://{tmp_path}/engine", CompilingLoop()
+    with lifeline, write_end, zmq.asyncio.Context() as context, context.socket(zmq.ROUTER) as socket:
+        socket.bind(endpoint)
+        serving = asyncio.create_task(EngineServer(loop, socket).run())
+        async with asyncio.timeout(10):
+            client = await EngineClient.connect(EngineAddress(endpoint, lifeline))
+            compiling = asyncio.create_task(client.compile_grammar(GrammarSpec("regex", "a")))
+            await loop.has_begun.wait()
+            compiling.cancel()
+            await loop.is_cancelled.wait()
+            # The engine has answered the call.
+            while client._futures:
+                await asyncio.sleep(0.01)
+            assert client.death_reason is None
+            await client.stop()
+            loop.stop()
+            await serving

@@ -1,4 +1,5 @@
 import asyncio
+import threading
 
 import pytest
 import toy_model
@@ -41,6 +42,36 @@ async def test_grammar_is_compiled_once_for_concurrent_and_cancelled_callers(gra
     assert await grammar_cache.compile(GrammarSpec(REGEX.kind, REGEX.source)) is found[0]
     assert grammar_cache.get(REGEX) is found[0]
     assert compiled_specs == [REGEX]
+
+
+async def test_a_compilation_without_callers_never_begins(vetter, compiled_specs, monkeypatch):
+    vetter.use(monkeypatch)
+    monkeypatch.setattr(grammars, "NUM_COMPILE_THREADS", 1)
+    grammar_cache = Grammars(toy_model.toy_vocabulary, toy_model.VOCAB, (toy_model.EOS,))
+    has_begun, may_go_on = threading.Event(), threading.Event()
+    compile_spec = grammar_cache._vetting_compiler.compile
+
+    def compile_later(spec: GrammarSpec):
+        has_begun.set()
+        may_go_on.wait()
+        return compile_spec(spec)
+
+    monkeypatch.setattr(grammar_cache._vetting_compiler, "compile", compile_later)
+    begun, abandoned, kept = (GrammarSpec("regex", source) for source in "abc")
+    specs = (begun, abandoned, kept)
+    callers = {spec: [asyncio.create_task(grammar_cache.compile(spec)) for _ in range(2)] for spec in specs}
+    await asyncio.to_thread(has_begun.wait)
+    cancelled = [*callers[begun], *callers[abandoned], callers[kept][0]]
+    for caller in cancelled:
+        caller.cancel()
+    await asyncio.wait(cancelled)
+    may_go_on.set()
+    assert await callers[kept][1] is grammar_cache.get(kept)
+    assert compiled_specs == [begun, kept]
+    assert grammar_cache.get(begun) is not None
+    # A later caller starts the compilation again.
+    assert await grammar_cache.compile(abandoned) is grammar_cache.get(abandoned)
+    grammar_cache.close()
 
 
 async def test_a_failure_reaches_all_callers_and_is_not_cached(grammar_cache):
@@ -89,6 +120,8 @@ async def test_close_fails_waiting_callers(grammar_cache):
     grammar_cache.close()
     with pytest.raises(GrammarError, match="the engine was stopped"):
         await waiting
+    with pytest.raises(GrammarError, match="can't be compiled now: cannot schedule"):
+        await grammar_cache.compile(REGEX)
 
 
 @pytest.mark.parametrize(

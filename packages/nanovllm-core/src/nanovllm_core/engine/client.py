@@ -87,7 +87,13 @@ class EngineClient(Engine):
         """See `Engine.compile_grammar`."""
         key, future = self._begin_call()
         self._socket.send(wire.Compile(key, spec))
-        return await future
+        try:
+            return await future
+        except asyncio.CancelledError:
+            # The engine still answers, and `_end_call` ignores the answer.
+            if self.death_reason is None:
+                self._socket.send(wire.Abort(key))
+            raise
 
     async def reset_prefix_cache(self) -> None:
         """See `Engine.reset_prefix_cache`."""

@@ -142,7 +142,7 @@ def _one_line(error: Exception) -> str:
 
 @dataclass(slots=True)
 class ConnectedClient:
-    """A client that sent Hello. identity: ZeroMQ routing id. open_keys: keys of requests that have not ended."""
+    """A client that sent Hello. identity: ZeroMQ routing id. open_keys: requests and calls of Compile that go on."""
 
     identity: bytes
     open_keys: set[int] = field(default_factory=set[int])
@@ -157,6 +157,7 @@ class EngineServer:
         self._clients_by_number: dict[int, ConnectedClient] = {}
         self._client_numbers = itertools.count()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._compile_tasks: dict[int, asyncio.Task[None]] = {}  # by the key of the call
 
     async def run(self) -> None:
         """Serve until a client sends Stop or the loop fails."""
@@ -193,18 +194,30 @@ class EngineServer:
                 case wire.Abort(key):
                     if (client := self._client_of(key)) is not None:
                         client.open_keys.discard(key)
-                        self._engine_loop.abort(key)
-                case wire.Compile():
-                    self._start_task(self._compile(message))
+                        self._abort(key)
+                case wire.Compile(key):
+                    if (client := self._client_of(key)) is not None:
+                        client.open_keys.add(key)
+                        self._compile_tasks[key] = self._start_task(self._compile(message))
                 case wire.ResetPrefixCache(key):
                     self._start_task(self._reset_prefix_cache(key))
                 case wire.Stop():
                     self._engine_loop.stop()
 
-    def _start_task(self, coroutine: Coroutine[None, None, None]) -> None:
+    def _start_task(self, coroutine: Coroutine[None, None, None]) -> "asyncio.Task[None]":
         task = asyncio.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
+
+    def _abort(self, key: int) -> None:
+        """Abort a request or a call of Compile."""
+        if (compile_task := self._compile_tasks.pop(key, None)) is None:
+            self._engine_loop.abort(key)
+            return
+        compile_task.cancel()
+        if self._client_of(key) is not None:
+            self._send(key // wire.KEYS_PER_CLIENT, wire.Compiled(key))
 
     async def _reset_prefix_cache(self, key: int) -> None:
         await self._engine_loop.reset_prefix_cache()
@@ -217,7 +230,9 @@ class EngineServer:
             answer = wire.Compiled(message.key, parameter_types=parameter_types)
         except GrammarError as error:
             answer = wire.Compiled(message.key, (error.message, error.place, error.code))
-        if self._client_of(message.key) is not None:
+        self._compile_tasks.pop(message.key, None)
+        if (client := self._client_of(message.key)) is not None:
+            client.open_keys.discard(message.key)
             self._send(message.key // wire.KEYS_PER_CLIENT, answer)
 
     def _client_of(self, key: int) -> ConnectedClient | None:
@@ -237,9 +252,9 @@ class EngineServer:
         # Without a high-water mark, the future is done at once.
         future = asyncio.ensure_future(self._socket.send_multipart([client.identity, wire.encode(message)]))
         if future.done() and isinstance(error := future.exception(), zmq.ZMQError) and error.errno == zmq.EHOSTUNREACH:
-            # The client has disconnected: abort its requests.
+            # The client has disconnected.
             for key in self._clients_by_number.pop(client_number).open_keys:
-                self._engine_loop.abort(key)
+                self._abort(key)
 
 
 def split_by_client(outputs: StepOutputs) -> dict[int, StepOutputs]:

@@ -62,7 +62,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
-    """Aborts a request."""
+    """Aborts a request or a call of Compile. The answer to an aborted call of Compile has no meaning."""
 
     key: int
 

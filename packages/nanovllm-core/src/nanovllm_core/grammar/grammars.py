@@ -7,7 +7,8 @@ import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import cached_property
 
 from nanovllm_core.errors import GrammarError
@@ -37,7 +38,7 @@ class Grammars:
         self._vetting_compiler = _VettingCompiler(read_vocabulary, vocab_size, eos_token_ids)
         self._grammar_by_spec: OrderedDict[GrammarSpec, Grammar] = OrderedDict()
         self._cache_bytes = 0
-        self._compile_tasks: dict[GrammarSpec, asyncio.Task[Grammar]] = {}
+        self._compilations: dict[GrammarSpec, _Compilation] = {}
         self._pool = ThreadPoolExecutor(NUM_COMPILE_THREADS, "nanovllm-grammar", initializer=_lower_priority)
 
     @property
@@ -53,34 +54,51 @@ class Grammars:
         return grammar
 
     async def compile(self, spec: GrammarSpec) -> Grammar:
-        """Return the cached grammar or compile it. Concurrent calls share one compilation. Raises GrammarError."""
+        """Return the cached grammar or compile it. Concurrent calls share one compilation. Raises GrammarError.
+
+        If all callers are cancelled before the compilation begins, it never begins.
+        """
         grammar = self.get(spec)
         if grammar is not None:
             return grammar
-        task = self._compile_tasks.get(spec)
-        if task is None:
-            self._compile_tasks[spec] = task = asyncio.create_task(self._compile(spec))
-            task.add_done_callback(lambda task: self._cache_result(spec, task))
-        # `wait` does not cancel the task if this caller is cancelled. Other callers may wait for the same task.
-        await asyncio.wait((task,))
-        if task.cancelled():
-            raise GrammarError(_STOPPED_MESSAGE)
-        return task.result()
-
-    def close(self) -> None:
-        """Cancel compilations and end the vetting process."""
-        for task in tuple(self._compile_tasks.values()):
-            task.cancel()
-        self._pool.shutdown(wait=False, cancel_futures=True)
-        threading.Thread(target=self._vetting_compiler.close).start()
-
-    async def _compile(self, spec: GrammarSpec) -> Grammar:
         if len(spec.source) > MAX_SOURCE_LENGTH:
             raise GrammarError(
                 f"this grammar has {len(spec.source)} characters, but may have at most {MAX_SOURCE_LENGTH}"
             )
+        compilation = self._compilations.get(spec) or self._start(spec)
+        compilation.num_callers += 1
         try:
-            grammar = await asyncio.get_running_loop().run_in_executor(self._pool, self._vetting_compiler.compile, spec)
+            # `wait` does not cancel the task if this caller is cancelled. Other callers may wait for the same task.
+            await asyncio.wait((compilation.task,))
+        finally:
+            compilation.num_callers -= 1
+            # A compilation that has begun goes on, so that a client that tries again finds its result.
+            if not compilation.num_callers and compilation.future.cancel():
+                self._forget(spec, compilation)
+        if compilation.task.cancelled():
+            raise GrammarError(_STOPPED_MESSAGE)
+        return compilation.task.result()
+
+    def close(self) -> None:
+        """Cancel compilations and end the vetting process."""
+        for compilation in tuple(self._compilations.values()):
+            compilation.task.cancel()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        threading.Thread(target=self._vetting_compiler.close).start()
+
+    def _start(self, spec: GrammarSpec) -> "_Compilation":
+        try:
+            future = self._pool.submit(self._vetting_compiler.compile, spec)
+        except RuntimeError as error:  # after `close`, or without memory for a thread
+            raise GrammarError(f"grammars can't be compiled now: {error}") from error
+        compilation = _Compilation(future, asyncio.create_task(self._wait_for_grammar(future)))
+        compilation.task.add_done_callback(lambda _: self._cache_result(spec, compilation))
+        self._compilations[spec] = compilation
+        return compilation
+
+    async def _wait_for_grammar(self, future: "Future[Grammar]") -> Grammar:
+        try:
+            grammar = await asyncio.wrap_future(future)
         except GrammarError:
             raise
         # Another error, for example while reading the vocabulary: report it to the callers and in the log.
@@ -94,8 +112,14 @@ class Grammars:
             )
         return grammar
 
-    def _cache_result(self, spec: GrammarSpec, task: asyncio.Task[Grammar]) -> None:
-        del self._compile_tasks[spec]
+    def _forget(self, spec: GrammarSpec, compilation: "_Compilation") -> None:
+        # A cancelled compilation ends later than `cancel` returns. By then, a new caller may have started another.
+        if self._compilations.get(spec) is compilation:
+            del self._compilations[spec]
+
+    def _cache_result(self, spec: GrammarSpec, compilation: "_Compilation") -> None:
+        self._forget(spec, compilation)
+        task = compilation.task
         # Without a call of `exception`, asyncio logs that the exception was never retrieved.
         if task.cancelled() or task.exception() is not None:
             return
@@ -104,6 +128,15 @@ class Grammars:
         while self._cache_bytes > MAX_CACHE_BYTES and len(self._grammar_by_spec) > 1:
             evicted_spec, evicted_grammar = self._grammar_by_spec.popitem(last=False)
             self._cache_bytes -= evicted_grammar.num_bytes + len(evicted_spec.source)
+
+
+@dataclass(slots=True)
+class _Compilation:
+    """A compilation that has not ended. future: its call in the thread pool. num_callers: callers that wait for it."""
+
+    future: Future[Grammar]
+    task: asyncio.Task[Grammar]
+    num_callers: int = 0
 
 
 class _VettingCompiler:
