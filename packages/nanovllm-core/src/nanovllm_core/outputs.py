@@ -120,7 +120,7 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     prompt_logprobs: log-probabilities of all prompt tokens but the first. Only the first output has them; None if not
         requested.
     scheduled_time: value of `time.monotonic` when the request first left the engine's queue.
-    num_accepted_drafts, num_rejected_drafts: numbers of draft tokens accepted and rejected so far.
+    num_accepted_drafts, num_rejected_drafts: numbers of verified drafts so far that are in the output, and of others.
     """
 
     id: str

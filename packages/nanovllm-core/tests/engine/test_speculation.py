@@ -7,7 +7,7 @@ from sampled_answers import SAMPLINGS, answer_all, collect, compare_answers
 from toy_model import toy_spec
 from toy_recurrent import recurrent_spec
 
-from nanovllm_core import AsyncEngine, ConfigError, EngineConfig, ModelSpec, RequestOutput, SamplingParams
+from nanovllm_core import AsyncEngine, ConfigError, EngineConfig, ModelSpec, Request, RequestOutput, SamplingParams
 
 pytestmark = pytest.mark.background
 
@@ -32,6 +32,22 @@ def test_ngram_drafts_change_no_answer(num_blocks, depth, num_drafts, expected, 
     finals = [outputs[-1] for outputs in found.values()]
     assert sum(final.num_accepted_drafts for final in finals) > 20
     assert sum(final.num_rejected_drafts for final in finals) > 20
+
+
+async def test_only_drafts_in_the_output_count_as_accepted(oracle, always_drafts):
+    answer = oracle([7, 8, 9], 16)
+    stop_token = answer[5]
+    sampling = SamplingParams(temperature=0, max_tokens=16, stop_token_ids=(stop_token,), ignore_eos=True)
+    config = replace(CONFIG, depth=1, speculate="ngram", num_speculative_tokens=8)
+    engine = await AsyncEngine.start(toy_spec(), config)
+    try:
+        request = Request("r", [7, 8, 9], sampling, prediction=answer)
+        *_, final = [output async for output in engine.generate(request)]
+        assert (final.num_output_tokens, final.stop_token) == (6, stop_token)
+        # N-gram drafts begin after 3 tokens. One step verifies 8 correct drafts, and the third draft is the stop token.
+        assert (final.num_accepted_drafts, final.num_rejected_drafts) == (3, 5)
+    finally:
+        await engine.stop()
 
 
 WITH_DRAFT_MODEL, WITH_MTP_HEAD = replace(toy_spec(), draft=toy_spec("small")), toy_spec("headed")

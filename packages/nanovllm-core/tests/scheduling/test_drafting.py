@@ -96,7 +96,7 @@ class Decodes:
         results = DraftResults(num_new, counts, np.full((num_requests, MAX_DRAFTS), RIGHT, np.int32))
         if self._in_flight is not None:
             self.planner.observe(*self._in_flight)
-        self._in_flight = indices, num_drafts, first_tokens, results
+        self._in_flight = indices, num_drafts, first_tokens, num_new, results
 
 
 def test_a_request_without_proposals_has_no_drafts():

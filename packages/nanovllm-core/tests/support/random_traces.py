@@ -213,7 +213,11 @@ class Trace:
                 self.num_restored += new.state.source_slot > 0
             self.in_flight.append((step, run_plan(self.devices, self.rows_per_group, step.plan)))
         if self.in_flight:
+            num_accepted = [request.num_accepted_drafts for request in self.requests]
             outputs = scheduler.complete(*self.in_flight.popleft())
+            num_tokens = Counter(outputs.keys)
+            for key, total, _ in outputs.draft_totals:
+                assert total - num_accepted[key] <= num_tokens[key], "a draft that is not in the output was accepted"
             for key, logprobs in outputs.prompt_logprobs:
                 assert key not in self.aborted
                 assert not self.outputs[key], "log-probabilities of a prompt came after the first token"

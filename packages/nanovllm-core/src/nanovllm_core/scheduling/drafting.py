@@ -39,7 +39,7 @@ class DraftPlanner:
     """Chooses numbers of drafts, and measures how many drafts of each request are accepted.
 
     num_verified, num_accepted: int64 [max_drafts], totals of verified and accepted drafts by position after the
-        request's last token.
+        request's last token. If the output ends before an accepted draft, the draft counts only as verified.
     """
 
     def __init__(self, rows: RowTable, limits: DraftLimits, step_time_model: StepTimeModel, times: DraftTimes):
@@ -147,23 +147,32 @@ class DraftPlanner:
         return num_drafts if num_drafts.any() else None
 
     def observe(
-        self, rows: RowIndices, num_drafts: NDArray[np.int64], first_tokens: NDArray[np.int32], results: DraftResults
+        self,
+        rows: RowIndices,
+        num_drafts: NDArray[np.int64],
+        first_tokens: NDArray[np.int32],
+        num_output_tokens: NDArray[np.int64],
+        results: DraftResults,
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Learn from a finished step.
 
-        Returns the numbers of each row's verified and accepted drafts, int64 [n]. A step may verify more tokens than
-        were proposed as drafts. The excess tokens are not counted as drafts.
+        Returns the numbers of each row's verified and accepted drafts for the totals, int64 [n]. A step may verify more
+        tokens than were proposed as drafts. The excess tokens are not counted as drafts.
 
         rows: int64 [n], the rows that sampled.
         num_drafts: int64 [n], number of drafts in the step.
         first_tokens: int32 [n], the first new token of each row.
+        num_output_tokens: int64 [n], number of the row's new tokens that are in the output, including a stop token.
+            0 if the request has already finished. The totals then leave out the row.
         """
         table, num_proposed = self._rows, self._rows.num_proposed[rows]
         num_verified = np.minimum(num_drafts, num_proposed)
         num_accepted = np.minimum(results.num_tokens - 1, num_verified)
         positions = np.arange(self._limits.max_drafts)
-        self.num_verified += (positions < num_verified[:, None]).sum(0)
-        self.num_accepted += (positions < num_accepted[:, None]).sum(0)
+        # The planner learns from all drafts, but the totals are those of the output.
+        num_counted, num_in_output = num_verified * (num_output_tokens > 0), np.minimum(num_accepted, num_output_tokens)
+        self.num_verified += (positions < num_counted[:, None]).sum(0)
+        self.num_accepted += (positions < num_in_output[:, None]).sum(0)
         # Without drafts in the step, the next token still tells whether the first draft would have been accepted.
         is_unused = (num_verified == 0) & (num_proposed > 0)
         was_right = is_unused & (table.first_draft_ids[rows] == first_tokens)
@@ -178,7 +187,7 @@ class DraftPlanner:
             weight = _STEP_WEIGHT * min(1.0, trials.sum() / _FULL_WEIGHT_TRIALS)
             self._mean_acceptance += weight * (acceptance - self._mean_acceptance)
             self._last_acceptance = acceptance
-        return num_verified, num_accepted
+        return num_counted, num_in_output
 
     def observe_time(self, num_requests: int, work: StepWork, seconds: float) -> None:
         """Learn from the time of a finished step of decodes. work: the work of the step, with drafts."""

@@ -167,6 +167,12 @@ class ScheduledStep(NamedTuple):
     predicted_s: float
     has_proposals: NDArray[np.bool_]
 
+    @property
+    def num_drafts(self) -> NDArray[np.int64]:
+        """Number of drafts of each sampled row."""
+        scheduled = self.plan.scheduled
+        return (scheduled.num_tokens[scheduled.is_sampled] - 1) * self.plan.shape.has_drafts
+
 
 class DraftResults(NamedTuple):
     """Results of a finished step with speculation, for the sampled rows in the plan's order.

@@ -41,9 +41,8 @@ class ResultApplier:
         """Apply a finished step's results, and return its outputs. Call in the order in which steps were scheduled."""
         rows, scheduled = self._rows, step.plan.scheduled
         rows.num_steps_in_flight[scheduled.rows] -= 1
-        draft_totals: list[DraftTotals] = []
         if self._draft_planner is not None:
-            draft_totals = self._subtract_rejected_drafts(step, results, self._draft_planner)
+            self._subtract_rejected_drafts(step, results)
         failures = self._finish_failed_requests(scheduled, results)
         # Requests may have finished after the step was scheduled: discard their results.
         is_finished = rows.is_finished[scheduled.rows]
@@ -53,6 +52,7 @@ class ResultApplier:
             if not rows.is_finished[prompt_range.row]
         ]
         new_tokens, stopped_indices = self._cut_at_stop_tokens(self._select_new_tokens(step, results, is_finished))
+        draft_totals = self._count_drafts(step, results, new_tokens.num_tokens)
         keys = new_tokens.columns.keys
         if len(new_tokens.tokens) > len(keys):
             keys = np.repeat(keys, new_tokens.num_tokens).tolist()
@@ -65,34 +65,44 @@ class ResultApplier:
         tokens = new_tokens.tokens.tolist()
         return StepOutputs(keys, tokens, logprobs, starts, finishes, failures, prompt_logprobs, draft_totals)
 
-    def _subtract_rejected_drafts(
-        self, step: ScheduledStep, results: StepResults, planner: DraftPlanner
-    ) -> list[DraftTotals]:
-        """Subtract rejected drafts from the numbers of tokens, and let the planner learn from the step.
-
-        Returns the totals of unfinished requests for which the step verified drafts.
-        """
+    def _subtract_rejected_drafts(self, step: ScheduledStep, results: StepResults) -> None:
+        """Subtract rejected drafts from the numbers of tokens."""
         if results.drafts is None:
             if results.tokens.size:
                 raise ValueError("with speculation, the results of a sampling step must have `drafts`")
-            return []
-        rows, scheduled, num_new_tokens = self._rows, step.plan.scheduled, results.drafts.num_tokens
+            return
+        rows, scheduled = self._rows, step.plan.scheduled
         sampled_rows = scheduled.rows[scheduled.is_sampled]
-        num_drafts = scheduled.num_tokens - 1 if step.plan.shape.has_drafts else np.zeros(len(sampled_rows), np.int64)
-        num_rejected = num_drafts + 1 - num_new_tokens
+        num_rejected = step.num_drafts + 1 - results.num_tokens
         rows.num_tokens[sampled_rows] -= num_rejected
         rows.num_computed_tokens[sampled_rows] -= num_rejected
-        first_tokens = results.tokens[np.cumsum(num_new_tokens) - num_new_tokens]
+
+    def _count_drafts(
+        self, step: ScheduledStep, results: StepResults, num_new_tokens: NDArray[np.int64]
+    ) -> list[DraftTotals]:
+        """Count the drafts of unfinished requests, and let the planner learn from the step.
+
+        num_new_tokens: number of tokens of each unfinished request, without tokens after a stop token.
+        Returns the totals of unfinished requests for which the step verified drafts.
+        """
+        planner, scheduled = self._draft_planner, step.plan.scheduled
+        if planner is None or results.drafts is None:
+            return []
+        sampled_rows = scheduled.rows[scheduled.is_sampled]
+        num_output_tokens = np.zeros_like(results.num_tokens)
+        num_output_tokens[~self._rows.is_finished[sampled_rows]] = num_new_tokens
+        first_tokens = results.tokens[np.cumsum(results.num_tokens) - results.num_tokens]
         num_proposed = results.drafts.num_proposed * step.has_proposals[scheduled.is_sampled]
         drafts = results.drafts._replace(num_proposed=num_proposed)
-        num_verified, num_accepted = planner.observe(sampled_rows, num_drafts, first_tokens, drafts)
+        num_verified, num_accepted = planner.observe(
+            sampled_rows, step.num_drafts, first_tokens, num_output_tokens, drafts
+        )
         totals: list[DraftTotals] = []
         for index in np.flatnonzero(num_verified).tolist():
-            (request,) = rows.requests_of(sampled_rows[index : index + 1])
+            (request,) = self._rows.requests_of(sampled_rows[index : index + 1])
             request.num_accepted_drafts += int(num_accepted[index])
             request.num_rejected_drafts += int(num_verified[index] - num_accepted[index])
-            if not rows.is_finished[request.row]:
-                totals.append(DraftTotals(request.key, request.num_accepted_drafts, request.num_rejected_drafts))
+            totals.append(DraftTotals(request.key, request.num_accepted_drafts, request.num_rejected_drafts))
         return totals
 
     def _register_full_blocks(self, step: ScheduledStep, results: StepResults) -> None:
