@@ -123,6 +123,6 @@ def measure_draft_times(time_decodes: DecodeTimer, max_requests: int, limits: Dr
     if measured and limits.can_lag:
         num_late = min(_MAX_LATE_ENTRIES, limits.max_step_tokens)
         one_entry_s = time_decodes(1, num_late=1)
-        late_pass_s = max(one_entry_s - measured[0].step_s, 0.0)
         late_entry_s = max(time_decodes(1, num_late=num_late) - one_entry_s, 0.0) / (num_late - 1)
+        late_pass_s = max(one_entry_s - late_entry_s - measured[0].step_s, 0.0)
     return DraftTimes(measured, late_pass_s, late_entry_s)
