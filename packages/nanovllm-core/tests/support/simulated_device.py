@@ -2,7 +2,7 @@
 
 import random
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -192,8 +192,8 @@ class SimulatedFiles:
     def contains(self, kind: EntryKind, block_hash: BlockHash) -> bool:
         return (kind, block_hash) in self.contents
 
-    def predict_read(self, num_bytes: int) -> float:
-        return float(num_bytes)
+    def predict_read(self, kinds: Iterable[EntryKind]) -> float:
+        return float(len(list(kinds)))
 
     def reject_read(self) -> None:
         pass

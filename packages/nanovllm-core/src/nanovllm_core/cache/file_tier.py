@@ -2,7 +2,8 @@
 
 import os
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
@@ -72,9 +73,12 @@ class FileTier:
             return False
         return isinstance(block_hash, bytes) and self._stores[kind].contains(block_hash)
 
-    def predict_read(self, num_bytes: int) -> float:
-        """Predicted seconds until `num_bytes` of entries are read."""
-        return self._read_time.predict(num_bytes) / NUM_THREADS
+    def predict_read(self, kinds: Iterable[EntryKind]) -> float:
+        """Predicted seconds until entries of these kinds are read."""
+        # Each file has one entry, so the model knows no other sizes than those of single entries.
+        slot_bytes = self._memory.layout.slot_bytes
+        read_s = sum(count * self._read_time.predict(slot_bytes[kind]) for kind, count in Counter(kinds).items())
+        return read_s / NUM_THREADS
 
     def reject_read(self) -> None:
         """Record that entries were not read, because reading would have taken too long."""

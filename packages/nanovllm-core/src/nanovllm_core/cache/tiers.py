@@ -217,7 +217,7 @@ class HostTier:
         num_tokens = (num_prefix_blocks - num_cached_blocks) * self._block_size
         load_s = self._predict_load(sum(self._entry_bytes[target.kind] for target in copies))
         if reads and self.files is not None:
-            load_s += self.files.predict_read(sum(self._entry_bytes[target.kind] for target in reads))
+            load_s += self.files.predict_read(target.kind for target in reads)
         if load_s <= self.predict_compute(num_cached_blocks * self._block_size, num_tokens):
             return True
         self._load_time.reject()
