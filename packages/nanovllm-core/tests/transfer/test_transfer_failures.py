@@ -35,6 +35,7 @@ from nanovllm_core.cache.host_memory import EntryKind
 from nanovllm_core.cache.tiers import HostTier
 from nanovllm_core.transfer import fetches, leases, prefix_client, prefix_server
 from nanovllm_core.transfer.fetch_times import FetchTimes
+from nanovllm_core.transfer.fetches import PrefixFetch
 from nanovllm_core.transfer.messages import PROTOCOL_VERSION, Fetch, Hello, encode
 from nanovllm_core.transfer.prefix_client import PeerConnection
 
@@ -260,6 +261,43 @@ async def test_a_copy_that_ends_after_its_fetch_keeps_its_slots(secret, oracle, 
         assert engine.stats.num_held_host_slots > 0
         copies_may_end.set()
         await check_idle(prefill, engine)
+
+
+async def test_a_read_that_never_completes_ends_without_freeing_its_slots(secret, oracle, monkeypatch):
+    start_copies = PeerConnection._start_copies
+    stuck_fetches: list[PrefixFetch] = []
+    stuck_handles: list[object] = []
+
+    def start_with_short_limit(peer, message, payloads):
+        monkeypatch.setattr(fetches, "MAX_DELAY_S", 0.0)
+        stuck_fetches.append(peer._fetches[message.key].fetch)
+        monkeypatch.setattr(PeerConnection, "_start_copies", start_copies)
+        start_copies(peer, message, payloads)
+
+    monkeypatch.setattr(fetches, "MAX_DELAY_S", MAX_DELAY_S)
+    monkeypatch.setattr("nanovllm_core.transfer.transfers.NUM_COPY_THREADS", 1)
+    monkeypatch.setattr("nanovllm_core.transfer.nixl.MAX_READ_S", 2.0)
+    monkeypatch.setattr(PeerConnection, "_start_copies", start_with_short_limit)
+    async with start_pair(secret, transfer_carrier="nixl") as (prefill, engine):
+        agent = peer_of(engine)._agent._agent
+        start_read, check_state = agent.transfer, agent.check_xfer_state
+
+        def start_no_read(handle):
+            stuck_handles.append(handle)
+            monkeypatch.setattr(agent, "transfer", start_read)
+            return "PROC"
+
+        monkeypatch.setattr(agent, "transfer", start_no_read)
+        monkeypatch.setattr(agent, "check_xfer_state", lambda h: "PROC" if h in stuck_handles else check_state(h))
+        assert await generate(engine, make_prompt(0)) == oracle(make_prompt(0), ANSWER_LEN)
+        monkeypatch.setattr(fetches, "MAX_DELAY_S", MAX_DELAY_S)
+        # The only thread for copies is free again.
+        assert await generate(engine, make_prompt(1)) == oracle(make_prompt(1), ANSWER_LEN)
+        assert outcomes_of(engine) == {"too_slow": 1, "fetched": 1}
+        num_lost = len(stuck_fetches[0].late_positions)
+        assert num_lost > 0
+        await wait_until(lambda: engine.stats.num_held_host_slots == num_lost)
+        await check_idle(prefill)
 
 
 async def test_prompts_are_computed_as_long_as_the_host_memory_is_not_ready(secret, oracle, monkeypatch):

@@ -12,6 +12,8 @@ from nanovllm_core.errors import ConfigError
 # Packages for CUDA 13 and CUDA 12, which have the same interface.
 _PACKAGES = ("nixl_cu13", "nixl_cu12")
 _MIN_POLL_S, _MAX_POLL_S = 1e-5, 1e-3
+# A copy that takes longer is given up, and its targets are never used again.
+MAX_READ_S = 60.0
 _log = logging.getLogger(__name__)
 
 
@@ -43,15 +45,15 @@ class NixlAgent:
         """Copy the peer's memory. Returns whether all copies succeeded. At the end, no copy is in progress.
 
         sources, targets: (address, bytes, 0) of each copy.
-        Raises CopyInProgressError if a failed copy can't be stopped.
+        Raises CopyInProgressError if a failed copy can't be stopped, or if a copy takes longer than MAX_READ_S.
         """
-        agent, handle = self._agent, None
+        agent, handle, deadline_s = self._agent, None, time.monotonic() + MAX_READ_S
         try:
             descriptors = agent.get_xfer_descs(targets, "DRAM"), agent.get_xfer_descs(sources, "DRAM")
             handle = agent.initialize_xfer("READ", *descriptors, peer)
             state, poll_s = agent.transfer(handle), _MIN_POLL_S
             # If the peer ends, the state changes to an error.
-            while state == "PROC":
+            while state == "PROC" and time.monotonic() < deadline_s:
                 time.sleep(poll_s)
                 poll_s = min(2 * poll_s, _MAX_POLL_S)
                 state = agent.check_xfer_state(handle)
@@ -63,6 +65,10 @@ class NixlAgent:
                 agent.release_xfer_handle(handle)
             except Exception as error:
                 raise CopyInProgressError(f"NIXL can't stop a copy: {error}") from error
+        # The network may still write to the targets, although the handle is released: NIXL's UCX backend requests that
+        # the copy is cancelled, and does not wait for the end (`nixlUcxBackendReqH::release`).
+        if state == "PROC":
+            raise CopyInProgressError(f"the peer did not complete a copy with NIXL in {MAX_READ_S:g} s")
         return state == "DONE"
 
 
