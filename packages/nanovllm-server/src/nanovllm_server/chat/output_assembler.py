@@ -5,6 +5,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 
+import orjson
+
 from nanovllm_core.outputs import RequestOutput, TokenLogprobs
 from nanovllm_core.sampling_params import SamplingParams
 from nanovllm_server.chat.stop_strings import StopMatcher
@@ -64,7 +66,7 @@ class OutputAssembler:
         self._has_reasoning_ended = False
         # Whether a stop string was found or the only allowed call has ended.
         self._is_stopped = False
-        self._logprobs: list[TokenLogprob] = []
+        self._logprobs: list[orjson.Fragment] = []
         self._token_ids: list[int] | None = [] if options.include_token_ids else None
         self._reasoning_pieces: list[str] = []
         self._text_pieces: list[str] = []
@@ -81,7 +83,7 @@ class OutputAssembler:
                 self._token_ids.append(token_id)
             if self._sampling.logprobs is not None and output.logprobs is not None:
                 logprobs = output.logprobs[position]
-                token_logprob = make_token_logprob(
+                token_logprob = _serialize_token_logprob(
                     self._vocabulary,
                     token_id,
                     logprobs,
@@ -185,22 +187,24 @@ def _join_arguments(calls: list[CallDelta]) -> Iterator[CallDelta]:
             yield from pieces
 
 
-def make_token_logprob(
-    vocabulary: TextVocabulary, token_id: int, logprobs: TokenLogprobs, num_top: int, *, names_by_id: bool = False
-) -> TokenLogprob:
-    """Returns OpenAI's object: log-probabilities of a token and of the `num_top` likeliest tokens at its position.
+def _serialize_token_logprob(
+    vocabulary: TextVocabulary, token_id: int, logprobs: TokenLogprobs, num_top: int, *, names_by_id: bool
+) -> orjson.Fragment:
+    """Returns OpenAI's object as JSON: log-probabilities of a token and of the `num_top` likeliest tokens there.
 
+    A long answer with all objects in one call of orjson would block the event loop.
     names_by_id: write a token as "token_id:ID" instead of as text.
     """
     top_logprobs = [
-        _serialize_logprob(vocabulary, top_id, logprob, names_by_id=names_by_id)
+        _make_logprob(vocabulary, top_id, logprob, names_by_id=names_by_id)
         for top_id, logprob in logprobs.top[:num_top]
     ]
-    token_logprob = _serialize_logprob(vocabulary, token_id, logprobs.logprob, names_by_id=names_by_id)
-    return {**token_logprob, "top_logprobs": top_logprobs}
+    own_logprob = _make_logprob(vocabulary, token_id, logprobs.logprob, names_by_id=names_by_id)
+    token_logprob: TokenLogprob = {**own_logprob, "top_logprobs": top_logprobs}
+    return orjson.Fragment(orjson.dumps(token_logprob))
 
 
-def _serialize_logprob(vocabulary: TextVocabulary, token_id: int, logprob: float, *, names_by_id: bool) -> TopLogprob:
+def _make_logprob(vocabulary: TextVocabulary, token_id: int, logprob: float, *, names_by_id: bool) -> TopLogprob:
     token_bytes = vocabulary.token_bytes(token_id)
     return {
         "token": f"token_id:{token_id}" if names_by_id else token_bytes.decode(errors="replace"),

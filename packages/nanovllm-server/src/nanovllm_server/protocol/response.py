@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import cast
 
 import msgspec
+import orjson
 
 from nanovllm_server import __version__
 from nanovllm_server.protocol.bodies import (
@@ -43,7 +44,7 @@ class CallDelta(msgspec.Struct, frozen=True):
 class Delta(msgspec.Struct, frozen=True):
     """New output of one choice (one of the request's n answers).
 
-    logprobs: one object per new token; None if not requested.
+    logprobs: JSON of one TokenLogprob per new token; None if not requested.
     finish_reason: None except in the last delta.
     stop_reason: stop string or stop token id that ended the choice; None if neither ended the choice.
     has_null_content: the content is null, because the choice ended within reasoning or must be a tool call.
@@ -54,7 +55,7 @@ class Delta(msgspec.Struct, frozen=True):
     text: str
     reasoning: str = ""
     calls: tuple[CallDelta, ...] = ()
-    logprobs: tuple[TokenLogprob, ...] | None = None
+    logprobs: tuple[orjson.Fragment, ...] | None = None
     finish_reason: ChoiceFinishReason | None = None
     stop_reason: str | int | None = None
     has_null_content: bool = False
@@ -169,7 +170,7 @@ def make_chunk_choices(delta: Delta, *, is_first: bool) -> list[ChunkChoice]:
     if delta.text:
         choice_deltas.append({"content": delta.text})
     choice_deltas.extend({"tool_calls": [_make_tool_call_delta(call)]} for call in delta.calls)
-    logprobs: ChoiceLogprobs | None = {"content": [*delta.logprobs], "refusal": None} if delta.logprobs else None
+    logprobs = _make_choice_logprobs(delta.logprobs) if delta.logprobs else None
     choices: list[ChunkChoice] = []
     if is_first:
         # As in a complete answer, the content is null if the choice begins with reasoning or a call.
@@ -212,17 +213,22 @@ def model_body(name: str, names: Sequence[str], created_s: int, max_model_len: i
 
 def _join_choice(deltas: Sequence[Delta]) -> Choice:
     last_delta = deltas[-1]
-    logprob_entries = [entry for delta in deltas for entry in delta.logprobs or ()]
+    logprobs = (entry for delta in deltas for entry in delta.logprobs or ())
     body: Choice = {
         "index": last_delta.index,
         "message": _join_message(deltas),
-        "logprobs": None if last_delta.logprobs is None else {"content": logprob_entries, "refusal": None},
+        "logprobs": None if last_delta.logprobs is None else _make_choice_logprobs(logprobs),
         "finish_reason": cast(ChoiceFinishReason, last_delta.finish_reason),
         "stop_reason": last_delta.stop_reason,
     }
     if last_delta.token_ids is not None:
         body["token_ids"] = [token_id for delta in deltas for token_id in delta.token_ids or ()]
     return body
+
+
+def _make_choice_logprobs(entries: Iterable[orjson.Fragment]) -> ChoiceLogprobs:
+    # orjson inserts the JSON of the entries.
+    return {"content": cast(list[TokenLogprob], [*entries]), "refusal": None}
 
 
 def _join_message(deltas: Sequence[Delta]) -> AnswerMessage:
