@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from ipaddress import ip_address
 from typing import Any
 
-from nanovllm_core import EngineClient, EngineInfo, EngineProcess
+from nanovllm_core import EngineClient, EngineDeadError, EngineInfo, EngineProcess
 from nanovllm_core.config import GIB
 from nanovllm_core.start_phases import log_phase
 from nanovllm_models import ModelDirectory
@@ -21,7 +21,12 @@ from nanovllm_server.observability.shared_counters import allocate_counters
 from nanovllm_server.processes.encoding_exchange import allocate_rings
 from nanovllm_server.processes.engine_recipe import EngineRecipe
 from nanovllm_server.processes.model_preparation import prepare_model
-from nanovllm_server.processes.prefill_engine import PrefillEngine, start_prefill_engine, wait_for_death
+from nanovllm_server.processes.prefill_engine import (
+    POLL_INTERVAL_S,
+    PrefillEngine,
+    start_prefill_engine,
+    wait_for_death,
+)
 from nanovllm_server.processes.worker_pool import WorkerPool
 from nanovllm_server.processes.worker_protocol import WorkerArguments
 from nanovllm_server.settings import (
@@ -180,14 +185,9 @@ async def _start_processes(
     engine_task = asyncio.create_task(EngineClient.adopt(process))
     workers_task = asyncio.create_task(workers.wait_until_ready())
     prefill_tasks = [] if prefill_engine is None else [prefill_engine.start_task]
-    # Raise the error of an engine first, because a failed engine also makes the workers fail.
-    tasks = [engine_task, *prefill_tasks, workers_task]
     try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-        for task in tasks:
-            if task.done():
-                task.result()
-        return ServerProcesses(engine_task.result(), workers, prefill_engine)
+        engine = await _wait_until_started(engine_task, [*prefill_tasks, workers_task])
+        return ServerProcesses(engine, workers, prefill_engine)
     except BaseException:
         workers.kill()
         workers_task.cancel()
@@ -198,6 +198,26 @@ async def _start_processes(
         if prefill_engine is not None:
             await prefill_engine.stop()
         raise
+
+
+async def _wait_until_started(
+    engine_task: asyncio.Task[EngineClient], other_tasks: list[asyncio.Task[None]]
+) -> EngineClient:
+    """Waits until all tasks are done. Returns the engine's client.
+
+    Raises the exceptions of the tasks, and EngineDeadError if the engine dies after `engine_task` is done.
+    """
+    pending: set[asyncio.Task[Any]] = {engine_task, *other_tasks}
+    while pending:
+        # Check regularly whether the engine lives: a worker that connects after the engine's death is never ready.
+        _, pending = await asyncio.wait(pending, timeout=POLL_INTERVAL_S, return_when=asyncio.FIRST_EXCEPTION)
+        # Raise the error of an engine first, because a failed engine also makes the workers fail.
+        if engine_task.done() and (reason := engine_task.result().death_reason) is not None:
+            raise EngineDeadError(reason)
+        for task in other_tasks:
+            if task.done():
+                task.result()
+    return engine_task.result()
 
 
 async def _serve(
