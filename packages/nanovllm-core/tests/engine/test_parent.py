@@ -7,7 +7,7 @@ from pathlib import Path
 import parents
 import pytest
 
-from nanovllm_core.engine.server import _remove_socket
+from nanovllm_core.engine.private_directory import remove_private_directory
 
 
 def is_alive(pid: int) -> bool:
@@ -22,7 +22,7 @@ def is_alive(pid: int) -> bool:
         return not Path("/proc").exists()
 
 
-@pytest.mark.parametrize("phase", ["loading", "serving"])
+@pytest.mark.parametrize("phase", ["loading", "starting ranks", "serving"])
 def test_the_engine_ends_at_once_when_its_parent_is_killed(phase, tmp_path):
     begun, temporary_directory = tmp_path / "begun", tmp_path / "t"
     temporary_directory.mkdir()
@@ -52,8 +52,10 @@ def test_only_the_sockets_own_directory_is_removed(tmp_path):
     for directory in (own, shared):
         directory.mkdir()
         (directory / "engine").touch()
+        (directory / "nanovllm-ranks-a").mkdir()
+        (directory / "nanovllm-ranks-a" / "rendezvous").touch()
     (shared / "other").touch()
     for directory in (own, shared, own):
-        _remove_socket(f"ipc://{directory}/engine")
+        remove_private_directory(f"ipc://{directory}/engine")
     assert not own.exists()
     assert [path.name for path in shared.iterdir()] == ["other"]

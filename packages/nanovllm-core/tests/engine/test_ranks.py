@@ -3,6 +3,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import replace
 from multiprocessing.context import SpawnProcess
@@ -171,6 +172,24 @@ def test_no_rank_remains_if_another_rank_can_not_be_started(monkeypatch):
     with pytest.raises(OSError, match="no more processes"):
         RankProcesses(toy_model.toy_spec(), replace(RESOLVED, tensor_parallel_size=3), None)
     assert started[0].exitcode == -signal.SIGKILL
+
+
+def test_a_stopped_start_leaves_no_directory(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+
+    async def run() -> None:
+        start_task = asyncio.create_task(EngineClient.launch(toy_model.toy_spec(), CONFIG))
+        async with asyncio.timeout(MAX_START_S):
+            while not any(tmp_path.rglob("nanovllm-ranks-*")):
+                assert not start_task.done()
+                await asyncio.sleep(0.01)
+        start_task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await start_task
+        assert not any(tmp_path.glob("nanovllm-*"))
+
+    asyncio.run(run())
 
 
 def test_a_program_whose_ranks_can_not_start_ends_with_their_error(tmp_path):

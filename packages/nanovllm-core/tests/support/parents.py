@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+import tempfile
 import time
 from functools import partial
 from pathlib import Path
@@ -17,14 +18,27 @@ def load_slowly(begun_path: Path) -> tuple[ModelSpec, EngineConfig]:
     return load_quickly()
 
 
-def load_quickly() -> tuple[ModelSpec, EngineConfig]:
-    return toy_spec(), EngineConfig(device="cpu", num_blocks=16, max_num_seqs=2)
+def load_quickly(num_ranks: int = 1) -> tuple[ModelSpec, EngineConfig]:
+    return toy_spec(), EngineConfig(device="cpu", num_blocks=16, max_num_seqs=2, tensor_parallel_size=num_ranks)
+
+
+def wait_for_ranks(begun_path: Path) -> None:
+    while not any(Path(tempfile.gettempdir()).rglob("nanovllm-ranks-*")):
+        time.sleep(0.01)
+    begun_path.touch()
 
 
 async def main(phase: str, begun_path: Path) -> None:
-    """Create `begun_path` when the engine is in `phase` ("loading" or "serving")."""
-    engine = EngineProcess(partial(load_slowly, begun_path) if phase == "loading" else load_quickly)
+    """Create `begun_path` when the engine is in `phase`."""
+    loaders = {
+        "loading": partial(load_slowly, begun_path),
+        "starting ranks": partial(load_quickly, num_ranks=2),
+        "serving": load_quickly,
+    }
+    engine = EngineProcess(loaders[phase])
     print(engine.pid, flush=True)
+    if phase == "starting ranks":
+        await asyncio.to_thread(wait_for_ranks, begun_path)
     if phase == "serving":
         await EngineClient.adopt(engine)
         await asyncio.to_thread(begun_path.touch)

@@ -5,6 +5,7 @@ import secrets
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -43,9 +44,10 @@ from nanovllm_kernels.platform import has_cute, has_flash_attention, has_fp8
 Result = TypeVar("Result")
 
 
-async def build_loop(spec: ModelSpec, config: EngineConfig) -> EngineLoop:
+async def build_loop(spec: ModelSpec, config: EngineConfig, directory: Path | None = None) -> EngineLoop:
     """Load the model, allocate the cache and time a few steps.
 
+    directory: for temporary files; None for the system's directory.
     Raises ConfigError and the exceptions of `spec.build`.
     """
     resolved = resolve(
@@ -70,7 +72,7 @@ async def build_loop(spec: ModelSpec, config: EngineConfig) -> EngineLoop:
     spin_control = SpinControl(is_on=resolved.device == "cpu" and can_shorten_spins())
     executor = ThreadPoolExecutor(1, ENGINE_THREAD_NAME)
     host_memory = allocate_host_memory(resolved)
-    ranks = RankProcesses(spec, resolved, host_memory) if resolved.tensor_parallel_size > 1 else None
+    ranks = RankProcesses(spec, resolved, host_memory, directory) if resolved.tensor_parallel_size > 1 else None
     step_time_model = StepTimeModel()
     try:
         start_rank_0 = partial(_start_rank_0, spec, resolved, ranks, host_memory)

@@ -21,6 +21,7 @@ from nanovllm_core.anonymous_memory import AnonymousMemory
 from nanovllm_core.cache.host_memory import CopyBatch
 from nanovllm_core.config import ResolvedConfig
 from nanovllm_core.engine.parent_watch import FAILURE_EXIT_CODE, exit_with_parent
+from nanovllm_core.engine.private_directory import RANKS_PREFIX
 from nanovllm_core.errors import ConfigError, EngineDeadError
 from nanovllm_core.execution.entry_copier import EntryCopier, make_copier
 from nanovllm_core.execution.plan_messages import STOP_MESSAGE, PlanDecoder, PlanPublisher
@@ -77,9 +78,16 @@ class RankArguments:
 class RankProcesses:
     """The processes of ranks 1, 2, ... of an engine, started and watched by the process of rank 0."""
 
-    def __init__(self, spec: ModelSpec, config: ResolvedConfig, host_memory: AnonymousMemory | None):
+    def __init__(
+        self,
+        spec: ModelSpec,
+        config: ResolvedConfig,
+        host_memory: AnonymousMemory | None,
+        parent_directory: Path | None = None,
+    ):
+        """Start the processes. parent_directory: place of their temporary directory; None for the system's."""
         # Only this user may enter the directory.
-        self._directory = tempfile.TemporaryDirectory(prefix="nanovllm-ranks-")
+        self._directory = tempfile.TemporaryDirectory(prefix=RANKS_PREFIX, dir=parent_directory)
         self._config = config
         self._rendezvous = Path(self._directory.name) / "rendezvous"
         num_other_ranks = config.tensor_parallel_size - 1

@@ -16,7 +16,6 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import zmq
@@ -25,6 +24,7 @@ import zmq.asyncio
 from nanovllm_core.config import EngineConfig
 from nanovllm_core.engine import wire
 from nanovllm_core.engine.parent_watch import FAILURE_EXIT_CODE, exit_with_parent, has_parent_ended
+from nanovllm_core.engine.private_directory import find_private_directory, remove_private_directory
 from nanovllm_core.engine.status import EngineStats
 from nanovllm_core.engine.thread_names import is_engine_thread_alive
 from nanovllm_core.errors import GrammarError
@@ -58,26 +58,17 @@ def run_engine(load_spec_and_config: SpecAndConfigLoader, endpoint: str, lifelin
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     limit_malloc_heaps(NUM_HEAPS)
-    remove_socket = partial(_remove_socket, endpoint)
+    remove_directory = partial(remove_private_directory, endpoint)
     # Watch the parent before the model loads, because loading blocks the event loop for minutes.
-    graceful_exit_event = exit_with_parent(remove_socket)
+    graceful_exit_event = exit_with_parent(remove_directory)
     with lifeline, contextlib.suppress(asyncio.CancelledError):
         asyncio.run(_serve(load_spec_and_config, endpoint, graceful_exit_event))
     if has_parent_ended():
-        remove_socket()
+        remove_directory()
     if is_engine_thread_alive():
         # The thread that runs the model waits for a rank that has ended. A normal exit would wait for the thread.
         logging.shutdown()
         os._exit(FAILURE_EXIT_CODE)
-
-
-def _remove_socket(endpoint: str) -> None:
-    path = Path(endpoint.removeprefix("ipc://"))
-    # Another thread may create the socket between `unlink` and `rmdir`: the second attempt then removes the socket.
-    for _ in range(2):
-        with contextlib.suppress(OSError):
-            path.unlink(missing_ok=True)
-            path.parent.rmdir()
 
 
 async def _serve(
@@ -96,7 +87,7 @@ async def _serve(
                 from nanovllm_core.engine.build import build_loop
 
                 spec, config = load_spec_and_config()
-            engine_loop = await build_loop(spec, config)
+            engine_loop = await build_loop(spec, config, find_private_directory(endpoint))
         except Exception as error:  # noqa: BLE001 (sent to the clients, which raise it)
             is_config_error = isinstance(error, ValueError)
             if not is_config_error:
