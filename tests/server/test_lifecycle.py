@@ -1,5 +1,6 @@
 import asyncio
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -9,7 +10,7 @@ import urllib.request
 
 import openai
 import pytest
-from kill_ranks import kill_once
+from kill_ranks import find_descendants, kill_once, read_processes
 
 pytestmark = pytest.mark.slow
 
@@ -39,6 +40,12 @@ def readiness(server):
             return error.code, json.load(error)
 
 
+async def wait_for_drain(server):
+    async with asyncio.timeout(10):
+        while (await asyncio.to_thread(readiness, server))[0] == 200:
+            await asyncio.sleep(0.01)
+
+
 async def test_a_full_queue_is_drained_on_sigterm(run_server, tiny_model):
     queue_flags = ("--max-num-seqs", "1", "--max-queue", "1")
     with run_server(tiny_model, *FLAGS, *queue_flags, "--log-format", "json", "--drain-timeout", "300") as server:
@@ -50,9 +57,7 @@ async def test_a_full_queue_is_drained_on_sigterm(run_server, tiny_model):
                 await sdk.chat.completions.create(model="tiny", messages=MESSAGES)
             assert int(refused.value.response.headers["Retry-After"]) >= 1
             server.process.send_signal(signal.SIGTERM)
-            async with asyncio.timeout(5):
-                while (await asyncio.to_thread(readiness, server))[0] == 200:
-                    await asyncio.sleep(0.01)
+            await wait_for_drain(server)
             with pytest.raises(openai.InternalServerError) as refused:
                 await sdk.chat.completions.create(model="tiny", messages=MESSAGES)
             assert refused.value.status_code == 503
@@ -72,9 +77,7 @@ async def test_a_second_signal_ends_the_drain(run_server, tiny_model):
         async with client(server) as sdk:
             chunks = await open_stream(sdk, 1900)
             server.process.send_signal(signal.SIGINT)
-            async with asyncio.timeout(10):
-                while (await asyncio.to_thread(readiness, server))[0] == 200:
-                    await asyncio.sleep(0.01)
+            await wait_for_drain(server)
             server.process.send_signal(signal.SIGINT)
 
             async def read():
@@ -85,6 +88,26 @@ async def test_a_second_signal_ends_the_drain(run_server, tiny_model):
                 await read()
         assert await asyncio.to_thread(server.process.wait, 60) == 0
     assert not any("Traceback" in line for line in server.errors)
+
+
+async def test_a_closed_terminal_drains_the_server_and_leaves_nothing(run_server, tiny_model, tmp_path):
+    # `setsid` gives the server its own process group. A terminal sends SIGHUP to the whole group.
+    program = ("setsid", sys.executable, "-m", "nanovllm_server")
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    with run_server(tiny_model, *FLAGS, "--drain-timeout", "300", program=program, environment=environment) as server:
+        descendants = find_descendants(server.process.pid)
+        async with client(server) as sdk:
+            chunks = await open_stream(sdk, 900)
+            os.killpg(server.process.pid, signal.SIGHUP)
+            await wait_for_drain(server)
+            processes = read_processes()
+            # The descendants include multiprocessing's resource tracker, which removes semaphores of killed processes.
+            assert all(processes.get(pid, (0, "Z"))[1] != "Z" for pid in descendants)
+            os.killpg(server.process.pid, signal.SIGHUP)
+            last = [chunk async for chunk in chunks][-1]
+            assert last.choices[0].finish_reason == "length"
+        assert await asyncio.to_thread(server.process.wait, 60) == 0
+    assert not list(tmp_path.glob("nanovllm-*"))
 
 
 @pytest.mark.parametrize(("rank", "num_ranks"), [(0, 1), (1, 2)])

@@ -3,7 +3,6 @@
 import io
 import multiprocessing
 import os
-import signal
 import sys
 import tempfile
 import threading
@@ -30,6 +29,7 @@ from nanovllm_core.model import ModelSpec
 from nanovllm_core.parallel import ParallelContext
 from nanovllm_core.parallel.group import RankGroup
 from nanovllm_core.parallel.plan_ring import PlanRing
+from nanovllm_core.stop_signals import ignore_stop_signals
 from nanovllm_kernels.openmp_spinning import SpinControl, can_shorten_spins
 
 # `RankProcesses.close` waits this long for ranks to exit after `stop`.
@@ -232,9 +232,7 @@ def _start_marker(rendezvous: Path, rank: int) -> Path:
 
 def run_rank(arguments: RankArguments) -> None:
     """Launch the steps that rank 0 plans, until rank 0 sends a stop message or the process of rank 0 ends."""
-    # Terminals and service managers send these signals to all processes. Rank 0 decides when this process ends.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    ignore_stop_signals()
     exit_with_parent()
     sys.stderr = _OutputWithoutTerminal(sys.stderr)
     failure = _build_and_follow(arguments)

@@ -10,7 +10,6 @@ import itertools
 import logging
 import multiprocessing
 import os
-import signal
 import threading
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
@@ -31,6 +30,7 @@ from nanovllm_core.errors import GrammarError
 from nanovllm_core.malloc_heaps import limit_malloc_heaps
 from nanovllm_core.outputs import StepOutputs
 from nanovllm_core.start_phases import log_phase
+from nanovllm_core.stop_signals import ignore_stop_signals
 
 if TYPE_CHECKING:
     from nanovllm_core.engine.loop import EngineLoop
@@ -54,9 +54,7 @@ def run_engine(load_spec_and_config: SpecAndConfigLoader, endpoint: str, lifelin
     endpoint: ZeroMQ endpoint to bind, in an empty directory. The process removes the directory if the parent has ended.
     lifeline: write end of a pipe, which stays open while this process lives. Clients detect its closing.
     """
-    # Terminals and service managers send these signals to all processes. The parent decides when this process ends.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    ignore_stop_signals()
     limit_malloc_heaps(NUM_HEAPS)
     remove_directory = partial(remove_private_directory, endpoint)
     # Watch the parent before the model loads, because loading blocks the event loop for minutes.

@@ -25,6 +25,7 @@ from nanovllm_core.grammar.compiler import Compiler, write_rules
 from nanovllm_core.grammar.schema_enforcement import convert_grammar
 from nanovllm_core.grammar.vetting import DIED, FAILED, OUT_OF_TIME, PASSED, REFUSED, VettingSetup, receive_message
 from nanovllm_core.grammar_types import GrammarSpec
+from nanovllm_core.stop_signals import ignore_stop_signals
 
 # Niceness of the children, so that serving has priority.
 _NICE = 5
@@ -47,9 +48,7 @@ class VettingChild:
 
 def main() -> None:
     """Answer requests on the socket whose descriptor is the program's argument, until the engine closes its end."""
-    # Terminals and service managers send these signals to all processes. Ignore them: the engine ends this process.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    ignore_stop_signals()
     signal.signal(signal.SIGCHLD, _ignore_signal)
     # Every signal writes a byte to this pipe, so that `poll` returns when a child ends.
     wakeup_read, wakeup_write = os.pipe()

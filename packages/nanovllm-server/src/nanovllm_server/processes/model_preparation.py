@@ -5,10 +5,10 @@ The server can kill this process at any time. The conversion imports torch, whic
 
 import asyncio
 import multiprocessing
-import signal
 from multiprocessing.connection import Connection
 
 from nanovllm_core.engine.parent_watch import exit_with_parent
+from nanovllm_core.stop_signals import ignore_stop_signals
 from nanovllm_models import ModelDirectory, ModelError, find_model
 from nanovllm_models.default_model import find_converted_model
 from nanovllm_models.hub import is_default_name, is_repository
@@ -51,9 +51,7 @@ async def _prepare_in_child(model: str | None, settings: Settings) -> ModelDirec
 
 def _run_child(model: str | None, settings: Settings, sender: Connection) -> None:
     """Downloads or converts the model. Sends the directory, or the message of a ModelError, to the parent."""
-    # Terminals send these signals to all processes, but only the parent decides when this process ends.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    ignore_stop_signals()
     exit_with_parent()
     configure_logs(settings.log_format, settings.log_level)
     try:

@@ -9,6 +9,7 @@ import sys
 from contextlib import ExitStack
 from dataclasses import dataclass
 from ipaddress import ip_address
+from multiprocessing import resource_tracker
 from typing import Any
 
 from nanovllm_core import EngineClient, EngineDeadError, EngineInfo, EngineProcess
@@ -63,26 +64,22 @@ class ServerProcesses:
 
 
 async def run(settings: Settings) -> int:
-    """Serves until SIGTERM, SIGINT or the death of the engine. Returns the exit status.
+    """Serves until SIGTERM, SIGINT, SIGHUP or the death of the engine. Returns the exit status.
 
-    On the first signal, the server refuses new requests and finishes running requests. A second signal ends this drain.
+    On the first signal, the server refuses new requests and finishes running requests. A second SIGTERM or SIGINT ends
+    this drain.
     Raises SettingsError, ModelError, ConfigError, EngineDeadError or RuntimeError if the start fails.
     """
     raise_file_limit()
     stop, end_drain = asyncio.Event(), asyncio.Event()
-    loop = asyncio.get_running_loop()
-
-    def on_signal() -> None:
-        (end_drain if stop.is_set() else stop).set()
-
-    for signal_number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(signal_number, on_signal)
+    handle_signals(stop, end_drain)
+    start_resource_tracker()
     with ExitStack() as stack:
         # Bind before the model loads: if the port is in use, the server fails at once.
         listeners = bind(settings.host, settings.port, settings.http_workers)
         for listener in listeners:
             stack.enter_context(listener)
-        start_task = loop.create_task(_start(settings, listeners))
+        start_task = asyncio.create_task(_start(settings, listeners))
         if not await _finish_start(start_task, stop):
             return 0
         processes = start_task.result()
@@ -90,6 +87,31 @@ async def run(settings: Settings) -> int:
             return await _serve(settings, listeners, processes, stop, end_drain)
         finally:
             await processes.stop()
+
+
+def handle_signals(stop: asyncio.Event, end_drain: asyncio.Event) -> None:
+    """Sets `stop` on SIGTERM, SIGINT and SIGHUP. A SIGTERM or SIGINT after another signal sets `end_drain`.
+
+    If SIGHUP is ignored, it remains ignored: `nohup` starts programs in this way.
+    """
+
+    def on_signal() -> None:
+        (end_drain if stop.is_set() else stop).set()
+
+    loop = asyncio.get_running_loop()
+    for signal_number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signal_number, on_signal)
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        # SIGHUP never ends the drain, because a shell and its terminal send two SIGHUPs when the terminal closes.
+        loop.add_signal_handler(signal.SIGHUP, stop.set)
+
+
+def start_resource_tracker() -> None:
+    """Starts multiprocessing's process that removes the semaphores of killed processes. It must outlive a SIGHUP."""
+    # A new process inherits the blocked signals. multiprocessing itself protects this process from SIGINT and SIGTERM.
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGHUP,))
+    resource_tracker.ensure_running()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGHUP,))
 
 
 def raise_file_limit() -> None:
@@ -251,7 +273,7 @@ async def _serve(
     if has_pool_failed:
         logger.error("an HTTP worker can't be replaced", reason=str(workers.failed.exception()))
     if not death_task.done():
-        logger.info("draining", seconds=settings.drain_timeout_s, hint="a second signal ends the drain")
+        logger.info("draining", seconds=settings.drain_timeout_s, hint="a second SIGTERM or SIGINT ends the drain")
         drain_tasks = asyncio.create_task(workers.drain()), asyncio.create_task(end_drain.wait())
         await asyncio.wait(
             (*drain_tasks, death_task), timeout=settings.drain_timeout_s, return_when=asyncio.FIRST_COMPLETED

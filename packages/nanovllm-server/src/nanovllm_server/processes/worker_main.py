@@ -3,11 +3,11 @@
 import asyncio
 import contextlib
 import os
-import signal
 from multiprocessing.connection import Connection
 
 from nanovllm_core.engine.parent_watch import exit_with_parent
 from nanovllm_core.malloc_heaps import limit_malloc_heaps
+from nanovllm_core.stop_signals import ignore_stop_signals
 from nanovllm_server.observability.logs import configure_logs
 from nanovllm_server.processes.worker_protocol import WorkerArguments
 
@@ -19,9 +19,7 @@ NUM_ENCODING_THREADS = 4
 
 def run_worker(arguments: WorkerArguments, pipe: Connection) -> None:
     """Runs a worker until the parent orders the worker to close, or until the parent dies."""
-    # Terminals send these signals to all processes, but only the parent decides when workers end.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    ignore_stop_signals()
     configure_logs(arguments.settings.log_format, arguments.settings.log_level)
     limit_malloc_heaps(NUM_ENCODING_THREADS, MAX_HEAP_BLOCK_BYTES)
     # The tokenizer's thread pool reads this variable when the pool starts.
