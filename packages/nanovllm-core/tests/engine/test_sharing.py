@@ -1,7 +1,9 @@
 import asyncio
 import multiprocessing
+from dataclasses import replace
 
 import numpy as np
+import toy_model
 from guest import occupy
 from toy_model import toy_spec
 
@@ -22,9 +24,16 @@ async def collect(engine: EngineClient, request: Request) -> list[int]:
     return [token async for output in engine.generate(request) for token in output.new_token_ids]
 
 
-async def wait_until_idle(engine: EngineClient) -> None:
+async def wait_until_idle(engine: EngineClient, min_tokens: int) -> None:
+    """Waits until the engine has generated `min_tokens` tokens and has no request. Older statistics do not count."""
+
+    def is_idle() -> bool:
+        stats = engine.stats
+        is_empty = not stats.num_requests_running and stats.num_free_blocks == stats.num_blocks
+        return is_empty and stats.generation_tokens >= min_tokens
+
     async with asyncio.timeout(10):
-        while engine.stats.num_requests_running or engine.stats.num_free_blocks < 128:
+        while not is_idle():
             await asyncio.sleep(0.01)
 
 
@@ -32,7 +41,7 @@ async def test_a_client_of_an_idle_engine_gets_its_stats():
     owner = await EngineClient.launch(toy_spec(), CONFIG)
     try:
         await collect(owner, make_greedy_request("r", [1, 2, 3], 5))
-        await wait_until_idle(owner)
+        await wait_until_idle(owner, 5)
         guest = await EngineClient.connect(owner.address)
         async with asyncio.timeout(30):
             while guest.stats.generation_tokens != owner.stats.generation_tokens:
@@ -93,15 +102,18 @@ async def test_the_engine_serves_its_owner_after_other_clients_disconnect(oracle
 
 
 async def test_requests_of_a_killed_client_are_aborted(oracle):
-    owner = await EngineClient.launch(toy_spec(), CONFIG)
+    num_tokens = toy_model.LONG_CONTEXT - 2
+    owner = await EngineClient.launch(toy_spec("long"), replace(CONFIG, num_blocks=3 * toy_model.LONG_CONTEXT // 16))
     context = multiprocessing.get_context("spawn")
     parent_end, child_end = context.Pipe(duplex=False)
-    client = context.Process(target=occupy, args=(owner.address, child_end))
+    client = context.Process(target=occupy, args=(owner.address, num_tokens, child_end))
     client.start()
     try:
         assert await asyncio.to_thread(parent_end.recv) == 3
         client.kill()
-        await wait_until_idle(owner)
+        await wait_until_idle(owner, 3)
+        # A request that was not aborted would have `num_tokens` tokens.
+        assert owner.stats.generation_tokens < num_tokens
         assert await collect(owner, make_greedy_request("a", [1, 2], 5)) == oracle([1, 2], 5)
     finally:
         client.kill()

@@ -17,6 +17,8 @@ from nanovllm_core.layers.rotary import RotaryConfig, RotaryEmbedding
 from nanovllm_core.layers.weights import load_weights
 
 VOCAB, HIDDEN, LONGEST, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 97, 64, 256, 4, 2, 16, 2
+# Context of the kind "long", whose longest requests do not end within a test.
+LONG_CONTEXT = 1 << 16
 EOS = 5
 # Words that grammars contain, as tokens.
 WORDS = (b'{"', b'": ', b'", "', b"true", b"null", b"  ", b"ab", b"</t", b"hink>", b"\xc3", b"\xa9")
@@ -55,7 +57,7 @@ def toy_weights(num_layers: int, kv_heads: int) -> Iterator[tuple[str, Tensor]]:
 
 
 class ToyLM(nn.Module):
-    num_layers, kv_heads = LAYERS, KV_HEADS
+    num_layers, kv_heads, max_position = LAYERS, KV_HEADS, LONGEST
 
     def __init__(self, build: BuildContext):
         super().__init__()
@@ -64,7 +66,7 @@ class ToyLM(nn.Module):
         self.embed = VocabEmbedding(VOCAB, HIDDEN, build)
         self.layers = nn.ModuleList(ToyLayer(build, self.kv_heads) for _ in range(self.num_layers))
         self.head = LMHead(VOCAB, HIDDEN, build)
-        self.rotary = RotaryEmbedding(RotaryConfig(theta=100.0), HEAD_DIM, LONGEST, build.device)
+        self.rotary = RotaryEmbedding(RotaryConfig(theta=100.0), HEAD_DIM, self.max_position, build.device)
         load_weights(self, toy_weights(self.num_layers, self.kv_heads))
 
     def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
@@ -85,6 +87,10 @@ class ToyLM(nn.Module):
 
 class SmallLM(ToyLM):
     num_layers, kv_heads = 1, 4
+
+
+class LongLM(ToyLM):
+    max_position = LONG_CONTEXT
 
 
 class HeadedLM(ToyLM):
@@ -143,6 +149,7 @@ def refuse(build: BuildContext) -> ToyLM:
 BUILDERS = {
     "toy": ToyLM,
     "small": SmallLM,
+    "long": LongLM,
     "headed": HeadedLM,
     "failing": FailingLM,
     "disagreeing": DisagreeingLM,
@@ -160,7 +167,7 @@ def toy_spec(kind: str = "toy") -> ModelSpec:
     return ModelSpec(
         name="toy",
         vocab_size=VOCAB,
-        max_position=LONGEST,
+        max_position=LONG_CONTEXT if kind == "long" else LONGEST,
         eos_token_ids=(EOS,),
         dtype=torch.float32,
         build=partial(build_toy, kind),
