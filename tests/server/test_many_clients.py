@@ -11,6 +11,8 @@ import torch
 from nanovllm_models import load_tokenizer
 
 NUM_CLIENTS, NUM_LEAVERS, NUM_TOKENS = 40, 12, 20
+# `max_tokens` of clients that leave: too many tokens for a request that ends by itself.
+NUM_LEAVER_TOKENS = 900
 
 
 @dataclass
@@ -28,10 +30,12 @@ async def sdk(shallow_server):
         yield client
 
 
-def gauge(server, name: str) -> float:
+def read_metrics(server) -> dict[str, float]:
+    """Values by name. The names of `request_success_total` include the finish reason."""
     with urllib.request.urlopen(f"{server.url}/metrics") as response:
         text = response.read().decode()
-    return float(re.search(rf"nanovllm:{name}{{[^}}]*}} (\S+)", text)[1])
+    samples = re.findall(r'^nanovllm:(\w+){(?:.*finished_reason="(\w+)")?[^}]*} (\S+)$', text, re.MULTILINE)
+    return {f"{name}_{reason}".rstrip("_"): float(value) for name, reason, value in samples}
 
 
 async def stream(sdk, index: int, leave_after: int | None = None) -> StreamResult:
@@ -39,7 +43,7 @@ async def stream(sdk, index: int, leave_after: int | None = None) -> StreamResul
         model="shallow",
         messages=[{"role": "user", "content": f"Tell me something about the number {index}."}],
         temperature=0,
-        max_tokens=NUM_TOKENS,
+        max_tokens=NUM_TOKENS if leave_after is None else NUM_LEAVER_TOKENS,
         stream=True,
         stream_options={"include_usage": True},
         extra_body={"ignore_eos": True, "return_token_ids": True},
@@ -65,11 +69,22 @@ async def test_streams_lose_no_token_and_disconnects_free_everything(
 ):
     rng = random.Random(0)
     leavers = {index: rng.randrange(1, 6) for index in rng.sample(range(NUM_CLIENTS), NUM_LEAVERS)}
+    before = read_metrics(shallow_server)
     answers = await asyncio.gather(*(stream(sdk, index, leavers.get(index)) for index in range(NUM_CLIENTS)))
+    num_aborted_before = before["request_success_total_abort"]
     async with asyncio.timeout(30):
-        while gauge(shallow_server, "num_requests_running") + gauge(shallow_server, "num_requests_waiting"):
+        while (
+            (after := read_metrics(shallow_server))["num_requests_running"]
+            or after["num_requests_waiting"]
+            or after["request_success_total_abort"] < num_aborted_before + NUM_LEAVERS
+        ):
             await asyncio.sleep(0.1)
-    assert gauge(shallow_server, "kv_cache_usage_perc") == 0
+    assert after["kv_cache_usage_perc"] == 0
+    assert after["request_success_total_abort"] == num_aborted_before + NUM_LEAVERS
+    # A leaver's request that the engine did not abort would have generated NUM_LEAVER_TOKENS tokens.
+    num_answer_tokens = (NUM_CLIENTS - NUM_LEAVERS) * NUM_TOKENS
+    num_generated = after["generation_tokens_total"] - before["generation_tokens_total"]
+    assert num_generated - num_answer_tokens < NUM_LEAVER_TOKENS
     reference = load_reference(shallow_model, torch.float32, "cpu")
     tokenizer = load_tokenizer(shallow_model)
     for index, result in enumerate(answers):
