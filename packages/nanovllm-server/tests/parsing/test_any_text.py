@@ -1,3 +1,4 @@
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 
 import pytest
@@ -5,6 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanovllm_models.chat_formats import THINK, TOOL_CALL_FORMATS, ChatFormat, JsonCalls
+from nanovllm_server.parsing import parser as parser_module
+from nanovllm_server.parsing.parser import MAX_PIECE_LENGTH
+from nanovllm_server.parsing.source import ReadGenerator, Source
 
 FORMS = {name: ChatFormat(THINK, form) for name, form in TOOL_CALL_FORMATS.items()}
 JSON_BITS = [*'{}[]:,"\\', "{}", '"name": "ping"', '"name": "pi', '"arguments": {', '"parameters": {', "1.5", "null"]
@@ -74,11 +78,43 @@ def test_text_without_a_format_is_unchanged(parse_answer, text):
     assert parse_answer(form, text).content == text
 
 
-@pytest.mark.timeout(60)
+class CountingSource(Source):
+    """Counts the characters that each call examines at most: all unread text if the call searches or copies it."""
+
+    num_examined = 0
+
+    def feed(self, piece: str) -> None:
+        super().feed(piece)
+        self._count_unread()
+
+    def read_until(self, tags: Sequence[str], sink: Callable[[str], None]) -> ReadGenerator[str | None]:
+        self._count_unread()
+        return (yield from super().read_until(tags, sink))
+
+    def read_name(self, end: str) -> ReadGenerator[str | None]:
+        self._count_unread()
+        return (yield from super().read_name(end))
+
+    def stop_recording(self) -> str:
+        recording = super().stop_recording()
+        CountingSource.num_examined += len(recording)
+        return recording
+
+    def _count_unread(self) -> None:
+        CountingSource.num_examined += len(self._text) - self._position
+
+
+def count_examined(parse_answer, form: ChatFormat, pieces: list[str], *, starts_in_reasoning: bool) -> int:
+    CountingSource.num_examined = 0
+    parse_answer(form, pieces, starts_in_reasoning=starts_in_reasoning)
+    return CountingSource.num_examined
+
+
 @pytest.mark.parametrize("starts_in_reasoning", [False, True])
 @pytest.mark.parametrize("name", FORMS)
-def test_parsing_takes_linear_time(parse_answer, name, starts_in_reasoning):
-    size = 100_000
+def test_parsing_examines_linearly_many_characters(parse_answer, name, starts_in_reasoning, monkeypatch):
+    monkeypatch.setattr(parser_module, "Source", CountingSource)
+    size = 8 * MAX_PIECE_LENGTH
     begin = FORMS[name].tool_calls.begin
     for part in (
         " ",
@@ -90,9 +126,14 @@ def test_parsing_takes_linear_time(parse_answer, name, starts_in_reasoning):
         f'{begin}{{"a": "',
         "</think>",
     ):
-        text = (part * size)[:size]
-        for pieces in (
-            [text[start : start + 7] for start in range(0, size, 7)],
-            [f'{begin}{{"name": "ping", "arguments": {{"a": "{text}'],
+        text = part * (2 * size // len(part))
+        for cut in (
+            lambda text: [text[start : start + 7] for start in range(0, len(text), 7)],
+            lambda text: [f'{begin}{{"name": "ping", "arguments": {{"a": "{text}'],
         ):
-            parse_answer(FORMS[name], pieces, starts_in_reasoning=starts_in_reasoning)
+            num_short, num_long = (
+                count_examined(parse_answer, FORMS[name], cut(text[:length]), starts_in_reasoning=starts_in_reasoning)
+                for length in (size, 2 * size)
+            )
+            assert num_short > size
+            assert num_long < 2.2 * num_short, part
