@@ -49,8 +49,13 @@ async def send_large_body(url: str, key: str, end_s: float) -> None:
             await asyncio.wait_for(writer.drain(), max(end_s - time.monotonic(), 0.001))
         if not num_bytes_left:
             writer.write(SUFFIX)
-    except (ConnectionError, TimeoutError):
+    except TimeoutError:
+        # The server reads no body that waits for memory.
         pass
+    except ConnectionError:
+        # Later, the server closes the connections of requests that it has refused.
+        if time.monotonic() < end_s:
+            raise
     finally:
         writer.transport.abort()
 
