@@ -66,7 +66,8 @@ async def test_cancelled_body_gives_its_memory_back(when):
     if when == "holding":
         await until(lambda: second.is_holding)
     second.task.cancel()
-    await asyncio.wait((second.task,))
+    with pytest.raises(asyncio.CancelledError):
+        await second.task
     first.release.set()
     await until(lambda: third.is_holding)
     third.release.set()
@@ -158,9 +159,7 @@ async def test_body_is_not_received_while_it_waits_for_memory(service):
     assert (num_received, statuses) == (1, [])
     first_arrives.set()
     await until(lambda: statuses == [404, 404])
-    for task in (first, second):
-        task.cancel()
-    await asyncio.wait((first, second))
+    await asyncio.gather(first, second)
 
 
 async def test_small_chunked_bodies_do_not_wait_for_large_ones(service, serve_at, monkeypatch):
