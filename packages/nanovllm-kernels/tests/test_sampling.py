@@ -90,6 +90,20 @@ def test_greedy_takes_lowest_id_of_equal_logits():
         assert (greedy.tolist(), greedy.dtype) == ([1, 0, 2], torch.int32)
 
 
+@pytest.mark.parametrize("options", [{"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}, {"top_k": 3, "top_p": 0.9}])
+def test_filtered_draws_ignore_nan_and_accept_infinite_logits(options):
+    finite = torch.randn(20, 50)
+    logits = finite.clone()
+    logits[:, 7] = float("nan")
+    assert (
+        draw(logits, **options).tolist() == draw(finite.index_fill(1, torch.tensor(7), -torch.inf), **options).tolist()
+    )
+    logits[:, 9] = float("inf")
+    assert draw(logits, **options).tolist() == [9] * 20
+    # There is no right token, but the draw must not fail.
+    assert all(0 <= token < 50 for token in draw(torch.full((2, 50), -torch.inf), **options).tolist())
+
+
 def test_only_remaining_token_is_always_drawn():
     logits = torch.randn(200, 64)
     expected = logits.argmax(-1).tolist()

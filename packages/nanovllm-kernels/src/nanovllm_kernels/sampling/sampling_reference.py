@@ -117,7 +117,8 @@ def _draw_filtered(
             keys = first_keys[row : row + 1, None], second_keys[row : row + 1, None]
             drawn.append(_draw(logits[row : row + 1], temperature[row : row + 1], *keys).squeeze(0))
             continue
-        scaled = logits[row].float() / temperature[row]
+        # As on CUDA, NaN counts as minus infinity. `topk` would put NaN first.
+        scaled = (logits[row].float() / temperature[row]).nan_to_num(-torch.inf, neginf=-torch.inf)
         values, token_ids = filter_row(scaled, row_top_k, row_top_p, row_min_p)
         weights = (values - values[0]).exp_()
         bits = noise.hash_tokens(token_ids.to(torch.int32), first_keys[row], second_keys[row])
@@ -163,7 +164,8 @@ def _count_kept(scaled: Tensor, values: Tensor, top_k: int, top_p: float, min_p:
         # Due to rounding, even the sum of all weights may be below `top_p * total`.
         num_kept = int((values[:num_kept] >= values[min(last_index, num_kept - 1)]).sum())
     if min_p > 0:
-        num_kept = min(num_kept, int((weights >= min_p).sum()))
+        # Without a finite logit, all weights are NaN.
+        num_kept = min(num_kept, max(int((weights >= min_p).sum()), 1))
     return num_kept
 
 

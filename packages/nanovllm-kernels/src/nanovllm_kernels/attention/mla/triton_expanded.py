@@ -122,11 +122,12 @@ def _gather_latents(
     page = tl.load(block_tables_ptr + request.to(tl.int64) * table_stride + position // PAGE_SIZE).to(tl.int64)
     slot = page * PAGE_SIZE + position % PAGE_SIZE
     dims = tl.arange(0, PADDED_WIDTH)
-    row = tl.load(kv_ptr + slot * WIDTH + dims, mask=dims < WIDTH, other=0.0).to(tl.float32)
+    row = tl.load(kv_ptr + slot * WIDTH + dims, mask=dims < WIDTH, other=0.0)
     if QUANTIZED:
-        row *= power_of_2_from_biased(tl.load(scales_ptr + slot).to(tl.int32))
-    row = tl.where((dims >= LATENT_DIM) | (tl.abs(row) < float("inf")), row, 0.0)
-    tl.store(out_ptr + token.to(tl.int64) * WIDTH + dims, row.to(out_ptr.dtype.element_ty), mask=dims < WIDTH)
+        row = row.to(tl.float32) * power_of_2_from_biased(tl.load(scales_ptr + slot).to(tl.int32))
+    row = row.to(out_ptr.dtype.element_ty)
+    row = tl.where((dims >= LATENT_DIM) | (tl.abs(row.to(tl.float32)) < float("inf")), row, 0.0)
+    tl.store(out_ptr + token.to(tl.int64) * WIDTH + dims, row, mask=dims < WIDTH)
 
 
 @triton.jit
