@@ -120,7 +120,8 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     prompt_logprobs: log-probabilities of all prompt tokens but the first. Only the first output has them; None if not
         requested.
     scheduled_time: value of `time.monotonic` when the request first left the engine's queue.
-    num_accepted_drafts, num_rejected_drafts: numbers of verified drafts so far that are in the output, and of others.
+    num_accepted_drafts: number of verified drafts so far that are in the output. num_rejected_drafts: number of the
+        other verified drafts.
     """
 
     id: str

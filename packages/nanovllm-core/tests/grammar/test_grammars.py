@@ -53,14 +53,14 @@ async def test_a_compilation_without_callers_never_begins(vetter, compiled_specs
 
     def compile_later(spec: GrammarSpec):
         has_begun.set()
-        may_go_on.wait()
+        may_go_on.wait(60)
         return compile_spec(spec)
 
     monkeypatch.setattr(grammar_cache._vetting_compiler, "compile", compile_later)
     begun, abandoned, kept = (GrammarSpec("regex", source) for source in "abc")
     specs = (begun, abandoned, kept)
     callers = {spec: [asyncio.create_task(grammar_cache.compile(spec)) for _ in range(2)] for spec in specs}
-    await asyncio.to_thread(has_begun.wait)
+    await asyncio.to_thread(has_begun.wait, 60)
     cancelled = [*callers[begun], *callers[abandoned], callers[kept][0]]
     for caller in cancelled:
         caller.cancel()

@@ -75,10 +75,12 @@ class FileTier:
 
     def predict_read(self, kinds: Iterable[EntryKind]) -> float:
         """Predicted seconds until entries of these kinds are read."""
-        # Each file has one entry, so the model knows no other sizes than those of single entries.
-        slot_bytes = self._memory.layout.slot_bytes
-        read_s = sum(count * self._read_time.predict(slot_bytes[kind]) for kind, count in Counter(kinds).items())
-        return read_s / NUM_THREADS
+        # Each file holds one entry, so only sizes of single entries were observed.
+        counts, slot_bytes = Counter(kinds), self._memory.layout.slot_bytes
+        entry_s = {kind: self._read_time.predict(slot_bytes[kind]) for kind in counts}
+        total_s = sum(count * entry_s[kind] for kind, count in counts.items())
+        # Threads read different entries at the same time, but one thread reads a whole entry.
+        return max(total_s / NUM_THREADS, *entry_s.values(), 0.0)
 
     def reject_read(self) -> None:
         """Record that entries were not read, because reading would have taken too long."""

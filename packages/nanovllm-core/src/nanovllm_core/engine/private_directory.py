@@ -1,4 +1,4 @@
-"""The private directory of an engine's process. It holds the socket and, while several ranks start, their directory."""
+"""The private directory of an engine's process. It holds a socket and, while several ranks start, their directory."""
 
 import contextlib
 import shutil
@@ -13,9 +13,9 @@ def find_private_directory(endpoint: str) -> Path:
 
 
 def remove_private_directory(endpoint: str) -> None:
-    """Remove the directory of the endpoint's socket, unless the directory also holds files of other programs."""
+    """Remove the endpoint's socket, the ranks' directory, and their directory unless it holds other files."""
     socket, directory = _find_socket(endpoint), find_private_directory(endpoint)
-    # Another thread may create a file between the removals: the second attempt then removes the file.
+    # Another thread or a rank may create a file during the removal. The second attempt removes this file.
     for _ in range(2):
         with contextlib.suppress(OSError):
             socket.unlink(missing_ok=True)

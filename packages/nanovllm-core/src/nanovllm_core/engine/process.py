@@ -8,6 +8,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
+from nanovllm_core.engine.private_directory import remove_private_directory
 from nanovllm_core.engine.server import SpecAndConfigLoader, run_engine
 
 _STOP_TIMEOUT_S = 10
@@ -57,11 +58,13 @@ class EngineProcess:
         self._process.kill()
 
     async def close(self) -> None:
-        """Wait until the process ends, or kill it after a timeout. Remove the socket."""
+        """Wait until the process ends, or kill it after a timeout. Remove its private directory."""
         event_loop = asyncio.get_running_loop()
         await event_loop.run_in_executor(None, self._process.join, _STOP_TIMEOUT_S)
         if self._process.is_alive():
             self._process.kill()
             await event_loop.run_in_executor(None, self._process.join)
         self.address.lifeline.close()
+        # Ranks end after the engine, and may create files during the removal: `cleanup` alone could fail.
+        remove_private_directory(self.address.endpoint)
         self._directory.cleanup()

@@ -131,7 +131,7 @@ def _one_line(error: Exception) -> str:
 
 @dataclass(slots=True)
 class ConnectedClient:
-    """A client that sent Hello. identity: ZeroMQ routing id. open_keys: requests and calls of Compile that go on."""
+    """A client that sent Hello. identity: ZeroMQ routing id. open_keys: keys of unfinished requests and calls."""
 
     identity: bytes
     open_keys: set[int] = field(default_factory=set[int])
@@ -146,7 +146,7 @@ class EngineServer:
         self._clients_by_number: dict[int, ConnectedClient] = {}
         self._client_numbers = itertools.count()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._compile_tasks: dict[int, asyncio.Task[None]] = {}  # by the key of the call
+        self._compile_tasks: dict[int, asyncio.Task[None]] = {}  # unanswered calls, by key
 
     async def run(self) -> None:
         """Serve until a client sends Stop or the loop fails."""

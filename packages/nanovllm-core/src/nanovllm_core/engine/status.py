@@ -69,7 +69,7 @@ class EngineStats:
     graph_steps: triples (graph mode, kind of step, number of steps), see `StepGraphs.num_steps`.
     verified_drafts_by_position: number of verified drafts; empty without speculation. Position 0 follows the
         request's last token. A draft counts as verified even if a draft before it is rejected.
-    accepted_drafts_by_position: number of verified drafts that are in the output.
+    accepted_drafts_by_position: number of these drafts that are in the output.
     loaded_tokens: pairs (tier "host" or "disk", number of prompt tokens loaded from this tier); empty without tiers.
         `num_cached_prompt_tokens` counts these tokens too.
     rejected_load_tokens: number of prompt tokens that could have been loaded, but were faster to compute.

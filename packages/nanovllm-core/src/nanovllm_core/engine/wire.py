@@ -62,7 +62,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
-    """Aborts a request or a call of Compile. The answer to an aborted call of Compile has no meaning."""
+    """Aborts a request or a call of Compile. The engine answers an aborted call, and the client ignores the answer."""
 
     key: int
 

@@ -56,7 +56,7 @@ class Grammars:
     async def compile(self, spec: GrammarSpec) -> Grammar:
         """Return the cached grammar or compile it. Concurrent calls share one compilation. Raises GrammarError.
 
-        If all callers are cancelled before the compilation begins, it never begins.
+        If all callers are cancelled before a thread begins the compilation, the compilation is dropped.
         """
         grammar = self.get(spec)
         if grammar is not None:
@@ -113,7 +113,8 @@ class Grammars:
         return grammar
 
     def _forget(self, spec: GrammarSpec, compilation: "_Compilation") -> None:
-        # A cancelled compilation ends later than `cancel` returns. By then, a new caller may have started another.
+        # The task of a cancelled compilation ends after `cancel` returns. Meanwhile, a new caller may have started
+        # another compilation of the same grammar.
         if self._compilations.get(spec) is compilation:
             del self._compilations[spec]
 
@@ -132,7 +133,7 @@ class Grammars:
 
 @dataclass(slots=True)
 class _Compilation:
-    """A compilation that has not ended. future: its call in the thread pool. num_callers: callers that wait for it."""
+    """An unfinished compilation. future: the compilation in the thread pool. task: waits for the future."""
 
     future: Future[Grammar]
     task: asyncio.Task[Grammar]

@@ -39,7 +39,7 @@ class DraftPlanner:
     """Chooses numbers of drafts, and measures how many drafts of each request are accepted.
 
     num_verified, num_accepted: int64 [max_drafts], totals of verified and accepted drafts by position after the
-        request's last token. If the output ends before an accepted draft, the draft counts only as verified.
+        request's last token. An accepted draft after the end of the output counts only as verified.
     """
 
     def __init__(self, rows: RowTable, limits: DraftLimits, step_time_model: StepTimeModel, times: DraftTimes):
@@ -156,20 +156,20 @@ class DraftPlanner:
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Learn from a finished step.
 
-        Returns the numbers of each row's verified and accepted drafts for the totals, int64 [n]. A step may verify more
-        tokens than were proposed as drafts. The excess tokens are not counted as drafts.
+        Returns each row's verified and accepted drafts as counted in the totals, two arrays int64 [n]. A step may
+        verify more tokens than were proposed as drafts. The excess tokens are not counted as drafts.
 
         rows: int64 [n], the rows that sampled.
         num_drafts: int64 [n], number of drafts in the step.
         first_tokens: int32 [n], the first new token of each row.
         num_output_tokens: int64 [n], number of the row's new tokens that are in the output, including a stop token.
-            0 if the request has already finished. The totals then leave out the row.
+            0 if the request had already finished: the totals do not count this row.
         """
         table, num_proposed = self._rows, self._rows.num_proposed[rows]
         num_verified = np.minimum(num_drafts, num_proposed)
         num_accepted = np.minimum(results.num_tokens - 1, num_verified)
         positions = np.arange(self._limits.max_drafts)
-        # The planner learns from all drafts, but the totals are those of the output.
+        # The planner learns from all drafts. The totals count only drafts in the output.
         num_counted, num_in_output = num_verified * (num_output_tokens > 0), np.minimum(num_accepted, num_output_tokens)
         self.num_verified += (positions < num_counted[:, None]).sum(0)
         self.num_accepted += (positions < num_in_output[:, None]).sum(0)

@@ -82,7 +82,7 @@ class ResultApplier:
     ) -> list[DraftTotals]:
         """Count the drafts of unfinished requests, and let the planner learn from the step.
 
-        num_new_tokens: number of tokens of each unfinished request, without tokens after a stop token.
+        num_new_tokens: int64, number of output tokens of each unfinished request, including a stop token.
         Returns the totals of unfinished requests for which the step verified drafts.
         """
         planner, scheduled = self._draft_planner, step.plan.scheduled

@@ -43,8 +43,8 @@ class Carrier(ABC):
     def copy(self, copies: Sequence[PeerCopy]) -> None:
         """Copy entries. Runs on any thread. Ends when no copy is in progress, unless it raises CopyInProgressError.
 
-        Raises TransferError if a copy fails, and CopyInProgressError if a failed copy can't be stopped. The target
-        slots of a copy in progress must never be used again.
+        Raises TransferError if a copy fails, and CopyInProgressError if a copy fails or takes too long and can't be
+        stopped. The target slots of a copy in progress must never be used again.
         """
 
     @abstractmethod

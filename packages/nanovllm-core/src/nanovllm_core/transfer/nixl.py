@@ -12,7 +12,7 @@ from nanovllm_core.errors import ConfigError
 # Packages for CUDA 13 and CUDA 12, which have the same interface.
 _PACKAGES = ("nixl_cu13", "nixl_cu12")
 _MIN_POLL_S, _MAX_POLL_S = 1e-5, 1e-3
-# A copy that takes longer is given up, and its targets are never used again.
+# The agent gives up a copy that takes longer. The copy's targets are never used again.
 MAX_READ_S = 60.0
 _log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class NixlAgent:
         self._agent.get_new_notifs()
 
     def read(self, peer: str, sources: list[tuple[int, int, int]], targets: list[tuple[int, int, int]]) -> bool:
-        """Copy the peer's memory. Returns whether all copies succeeded. At the end, no copy is in progress.
+        """Copy the peer's memory. Returns whether all copies succeeded. After a return, no copy is in progress.
 
         sources, targets: (address, bytes, 0) of each copy.
         Raises CopyInProgressError if a failed copy can't be stopped, or if a copy takes longer than MAX_READ_S.

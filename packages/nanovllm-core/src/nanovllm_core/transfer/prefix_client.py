@@ -91,7 +91,7 @@ class PeerConnection:
         self._on_end = on_end
         self._on_late_copies = on_late_copies
         self._engine_id = ""
-        self._unusable_engine_id = ""  # engine_id of a peer that no carrier can reach
+        self._unusable_engine_id = ""  # engine_id of a peer that is not used until it is restarted
         self._carrier: Carrier | None = None
         self._heard_s = 0.0
         self._last_error = ""
@@ -282,6 +282,10 @@ class PeerConnection:
         except CopyInProgressError as stuck:
             # The slots stay held, also after the end of the fetch.
             _log.error("slots of host memory are lost, because a copy can't be stopped: %s", stuck)
+            if carrier is self._carrier:
+                # More copies from this peer could lose more slots.
+                self._unusable_engine_id = self._engine_id
+                self._mark_down(f"engine {self._address} is not used until it is restarted: {stuck}")
             return
         if error and not self._are_copies_failing:
             _log.warning(

@@ -213,7 +213,7 @@ def _summarize(
         output_tokens=output_tokens,
         accepted_drafts=accepted_drafts,
         rejected_drafts=sum(answer.rejected_drafts for answer in answers),
-        # Each step gives a request its accepted drafts and one other token.
+        # Each step gives a request its accepted drafts and one other token. Only a request's last step may give none.
         tokens_per_step=output_tokens / max(output_tokens - accepted_drafts, 1),
         client_core_share=client_core_share,
         ttft=latency_stats(answer.ttft_s for answer in answers),

@@ -190,9 +190,8 @@ def _join_arguments(calls: list[CallDelta]) -> Iterator[CallDelta]:
 def _serialize_token_logprob(
     vocabulary: TextVocabulary, token_id: int, logprobs: TokenLogprobs, num_top: int, *, names_by_id: bool
 ) -> orjson.Fragment:
-    """Returns OpenAI's object as JSON: log-probabilities of a token and of the `num_top` likeliest tokens there.
+    """Returns OpenAI's log-probability object of a token as JSON, with the `num_top` likeliest tokens at its position.
 
-    A long answer with all objects in one call of orjson would block the event loop.
     names_by_id: write a token as "token_id:ID" instead of as text.
     """
     top_logprobs = [
@@ -201,6 +200,7 @@ def _serialize_token_logprob(
     ]
     own_logprob = _make_logprob(vocabulary, token_id, logprobs.logprob, names_by_id=names_by_id)
     token_logprob: TokenLogprob = {**own_logprob, "top_logprobs": top_logprobs}
+    # One call of orjson per token, because one call for a long answer would block the event loop.
     return orjson.Fragment(orjson.dumps(token_logprob))
 
 

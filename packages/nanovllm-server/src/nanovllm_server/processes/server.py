@@ -107,11 +107,16 @@ def handle_signals(stop: asyncio.Event, end_drain: asyncio.Event) -> None:
 
 
 def start_resource_tracker() -> None:
-    """Starts multiprocessing's process that removes the semaphores of killed processes. It must outlive a SIGHUP."""
-    # A new process inherits the blocked signals. multiprocessing itself protects this process from SIGINT and SIGTERM.
-    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGHUP,))
-    resource_tracker.ensure_running()
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGHUP,))
+    """Starts multiprocessing's resource tracker, which removes the semaphores of killed processes.
+
+    SIGHUP must not end this process. multiprocessing itself protects it from SIGINT and SIGTERM.
+    """
+    # A new process inherits the blocked signals.
+    previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGHUP,))
+    try:
+        resource_tracker.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
 
 
 def raise_file_limit() -> None:
@@ -273,7 +278,9 @@ async def _serve(
     if has_pool_failed:
         logger.error("an HTTP worker can't be replaced", reason=str(workers.failed.exception()))
     if not death_task.done():
-        logger.info("draining", seconds=settings.drain_timeout_s, hint="a second SIGTERM or SIGINT ends the drain")
+        # If a worker's failure begins the drain, the first signal already ends it.
+        stop.set()
+        logger.info("draining", seconds=settings.drain_timeout_s, hint="SIGTERM or SIGINT ends the drain")
         drain_tasks = asyncio.create_task(workers.drain()), asyncio.create_task(end_drain.wait())
         await asyncio.wait(
             (*drain_tasks, death_task), timeout=settings.drain_timeout_s, return_when=asyncio.FIRST_COMPLETED

@@ -84,7 +84,8 @@ class PromptTokensDetails(TypedDict):
 
 class CompletionTokensDetails(TypedDict):
     """reasoning_tokens: number of output tokens that are reasoning.
-    accepted_prediction_tokens: number of drafts (proposed tokens of speculative decoding) that the output contains.
+    accepted_prediction_tokens: number of accepted drafts (proposed tokens of speculative decoding). Drafts after a stop
+        string count too.
     rejected_prediction_tokens: number of the other drafts. Unlike in OpenAI's API, completion_tokens excludes them.
     """
 

@@ -44,7 +44,7 @@ class CallDelta(msgspec.Struct, frozen=True):
 class Delta(msgspec.Struct, frozen=True):
     """New output of one choice (one of the request's n answers).
 
-    logprobs: JSON of one TokenLogprob per new token; None if not requested.
+    logprobs: the JSON of one TokenLogprob for each new token; None if not requested.
     finish_reason: None except in the last delta.
     stop_reason: stop string or stop token id that ended the choice; None if neither ended the choice.
     has_null_content: the content is null, because the choice ended within reasoning or must be a tool call.
@@ -67,7 +67,8 @@ class Usage:
     """Token counts of one request.
 
     completion_tokens: output tokens of all choices, including reasoning.
-    accepted_prediction_tokens: proposed tokens in the output. rejected_prediction_tokens: the other proposed tokens.
+    accepted_prediction_tokens: drafts in the engine's output, also those after a stop string.
+    rejected_prediction_tokens: the other verified drafts.
     """
 
     prompt_tokens: int
