@@ -1,4 +1,4 @@
-"""Types that describe the load of a prompt's prefix from lower tiers. An entry is a block or a checkpoint."""
+"""Types that describe copies of cache entries between the tiers. An entry is a block or a checkpoint."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -63,3 +63,15 @@ class PrefixLoad:
     is_ended: bool = False
     is_usable: bool = False
     may_retry: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class BatchInFlight:
+    """A launched batch, which is unusable if `HostTier.epoch` or `HostMemory.num_failures` changes before it ends."""
+
+    transfers: list[Transfer]
+    loads: list[PrefixLoad]
+    num_bytes: int
+    begin_s: float
+    epoch: int
+    num_failures: int

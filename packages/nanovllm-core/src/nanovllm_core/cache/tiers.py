@@ -6,14 +6,13 @@ Rank 0's scheduler decides about all copies. The ranks only execute batches of c
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import islice
 
 from nanovllm_core.cache.block_pool import BlockPool
 from nanovllm_core.cache.copy_time import CopyTimeModel
 from nanovllm_core.cache.file_tier import FileTier
 from nanovllm_core.cache.host_memory import CopyBatch, Direction, EntryCopies, EntryKind, HostMemory
-from nanovllm_core.cache.prefix_load import PrefixLoad, Target, Transfer
+from nanovllm_core.cache.prefix_load import BatchInFlight, PrefixLoad, Target, Transfer
 from nanovllm_core.cache.tier_counters import TierCounters
 from nanovllm_core.request_state import BlockHash, RequestState
 from nanovllm_kernels.linear_attention import CHECKPOINT_INTERVAL
@@ -27,18 +26,6 @@ MAX_STORES_IN_FLIGHT = 2
 
 # (position of the first token, number of tokens) -> seconds in which steps would compute these tokens of a prompt.
 PredictCompute = Callable[[int, int], float]
-
-
-@dataclass(slots=True, eq=False)
-class _BatchInFlight:
-    """A launched batch, which is unusable if `HostTier.epoch` or `HostMemory.num_failures` changes before it ends."""
-
-    transfers: list[Transfer]
-    loads: list[PrefixLoad]
-    num_bytes: int
-    begin_s: float
-    epoch: int
-    num_failures: int
 
 
 class HostTier:
@@ -70,7 +57,7 @@ class HostTier:
         self._new_loads: list[PrefixLoad] = []
         self._storing: set[tuple[EntryKind, BlockHash]] = set()
         self._loading: list[set[BlockHash]] = []
-        self._in_flight: list[deque[_BatchInFlight]] = [deque() for _ in Direction]
+        self._in_flight: list[deque[BatchInFlight]] = [deque() for _ in Direction]
         self._num_ended = [0] * len(Direction)
         self._epoch = 0
 
@@ -346,10 +333,10 @@ class HostTier:
             copies.slots.append(transfer.slot)
         num_bytes = sum(self._entry_bytes[transfer.kind] for transfer in transfers)
         state = self._epoch, self._memory.num_failures
-        self._in_flight[direction].append(_BatchInFlight(transfers, loads, num_bytes, time.perf_counter(), *state))
+        self._in_flight[direction].append(BatchInFlight(transfers, loads, num_bytes, time.perf_counter(), *state))
         return [CopyBatch(direction, list(by_cache.values()))]
 
-    def _end_stores(self, batch: _BatchInFlight, *, is_usable: bool) -> None:
+    def _end_stores(self, batch: BatchInFlight, *, is_usable: bool) -> None:
         for transfer in batch.transfers:
             pool = self.pools[transfer.kind]
             self._storing.discard((transfer.kind, transfer.block_hash))
