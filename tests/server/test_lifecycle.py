@@ -7,6 +7,7 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 
 import openai
 import pytest
@@ -90,6 +91,15 @@ async def test_a_second_signal_ends_the_drain(run_server, tiny_model):
     assert not any("Traceback" in line for line in server.errors)
 
 
+@pytest.fixture
+def default_sighup() -> Iterator[None]:
+    """Children don't ignore SIGHUP, also if `nohup` started the tests."""
+    previous = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, previous)
+
+
+@pytest.mark.usefixtures("default_sighup")
 async def test_a_closed_terminal_drains_the_server_and_leaves_nothing(run_server, tiny_model, tmp_path):
     # `setsid` gives the server its own process group. A terminal sends SIGHUP to the whole group.
     program = ("setsid", sys.executable, "-m", "nanovllm_server")
