@@ -20,7 +20,7 @@ def end_read(files: FileTier, kind: EntryKind, seconds: float) -> None:
     assert files.end_read(FileRead(kind, bytes(32), 1, future))
 
 
-def test_predicted_time_of_reads_is_the_sum_of_single_reads(files):
+def test_threads_share_the_predicted_time_of_reads_but_not_that_of_one_entry(files):
     for num_blocks in (1, 1000):
         assert files.predict_read([EntryKind.BLOCK] * num_blocks) == 0
     for _ in range(5):

@@ -90,7 +90,7 @@ class EngineClient(Engine):
         try:
             return await future
         except asyncio.CancelledError:
-            # The engine still answers, and `_end_call` ignores the answer.
+            # The cancelled future stays in `_futures` until the engine answers. `_end_call` then ignores the answer.
             if self.death_reason is None:
                 self._socket.send(wire.Abort(key))
             raise

@@ -13,7 +13,7 @@ def find_private_directory(endpoint: str) -> Path:
 
 
 def remove_private_directory(endpoint: str) -> None:
-    """Remove the endpoint's socket, the ranks' directory, and their directory unless it holds other files."""
+    """Remove the endpoint's socket and the ranks' directory. Then remove the private directory, if it is empty."""
     socket, directory = _find_socket(endpoint), find_private_directory(endpoint)
     # Another thread or a rank may create a file during the removal. The second attempt removes this file.
     for _ in range(2):

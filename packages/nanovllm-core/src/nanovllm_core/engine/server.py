@@ -241,7 +241,7 @@ class EngineServer:
         # Without a high-water mark, the future is done at once.
         future = asyncio.ensure_future(self._socket.send_multipart([client.identity, wire.encode(message)]))
         if future.done() and isinstance(error := future.exception(), zmq.ZMQError) and error.errno == zmq.EHOSTUNREACH:
-            # The client has disconnected.
+            # The client has disconnected: abort its requests and calls.
             for key in self._clients_by_number.pop(client_number).open_keys:
                 self._abort(key)
 
