@@ -2,7 +2,7 @@
 
 import pytest
 from transfer_faults import FAULTS, run_campaign
-from transfer_matrix import CARRIERS
+from transfer_pairs import CARRIERS
 
 MAX_ANSWER_S = 30.0
 

@@ -8,7 +8,8 @@ from itertools import cycle
 import pytest
 from rank_matrix import write_tiny_checkpoint
 from tiny_models import TINY_MODELS
-from transfer_matrix import CARRIERS, TRANSFER_SETTINGS, compare
+from transfer_matrix import TRANSFER_SETTINGS, compare
+from transfer_pairs import CARRIERS
 
 # The first model of each family.
 MODELS = list({tiny.family: name for name, tiny in reversed(TINY_MODELS.items())}.values())

@@ -223,7 +223,7 @@ async def generate(
         stats = engine.stats
         assert (stats.num_preemptions > 0) == is_preempted
         for tier, num_tokens in stats.loaded_tokens:
-            assert num_tokens > 0 or tier in optional_tiers, stats.loaded_tokens
+            assert num_tokens > 0 or tier in optional_tiers, (stats.loaded_tokens, stats.fetches)
         deadline_s = time.monotonic() + MAX_COPY_S
         while engine.stats.num_free_blocks < stats.num_blocks:
             assert config.kv_offload_gib

@@ -21,7 +21,7 @@ from directory_faults import choose_forever
 from rank_matrix import write_tiny_checkpoint
 from tier_faults import COMMON_SETTINGS, MAX_CONCURRENT, OUTPUT_LEN, Conversation, generate, wait_until
 from tiny_models import TINY_MODELS
-from transfer_matrix import CARRIERS, write_secret
+from transfer_pairs import CARRIERS, write_secret
 
 from nanovllm_core import AsyncEngine, EngineClient, EngineConfig, EngineDeadError, ModelSpec
 from nanovllm_core.cache.copy_time import CopyTimeModel

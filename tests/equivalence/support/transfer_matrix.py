@@ -5,8 +5,6 @@ The program runs every carrier and setting with every tiny model. test_transfers
 
 import argparse
 import asyncio
-import os
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -15,13 +13,13 @@ from typing import Any
 import pytest
 from rank_matrix import write_tiny_checkpoint
 from tiny_models import AMPLE_CACHE, SCARCE_CACHE, TINY_MODELS, generate, make_predictions
+from transfer_pairs import CARRIERS, allow_long_silence, write_secret
 
 from nanovllm_core import AsyncEngine, Engine, EngineClient, EngineConfig, EngineStats
 from nanovllm_core.engine import build
 from nanovllm_core.scheduling.draft_times import DraftTimes
 from nanovllm_models import load
 
-CARRIERS = ("shm", "tcp", "nixl") if sys.platform == "linux" else ("tcp",)
 HOST_MEMORY = {"kv_offload_gib": 0.05}
 # FILES stands for a directory of each engine.
 FILES = "files"
@@ -60,6 +58,7 @@ async def compare(path: Path, device: str, setting: str, carrier: str) -> Engine
     with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
         # All measured times are 0, so steps propose as many drafts as possible.
         patch.setattr(build, "measure_draft_times", lambda *_: DraftTimes())
+        allow_long_silence(patch)
         secret = write_secret(Path(directory, "secret"))
         transfer_options = {"transfer_secret_file": secret, "transfer_carrier": carrier}
         shared_settings = HOST_MEMORY | settings | transfer_options
@@ -89,12 +88,6 @@ async def compare(path: Path, device: str, setting: str, carrier: str) -> Engine
     assert found == expected
     assert stats[0].fetched_tokens > 0, stats[0].fetches
     return stats[0]
-
-
-def write_secret(path: Path) -> Path:
-    path.write_bytes(os.urandom(32))
-    path.chmod(0o600)
-    return path
 
 
 async def await_peer(engine: AsyncEngine) -> None:

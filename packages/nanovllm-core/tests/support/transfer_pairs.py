@@ -10,15 +10,18 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import toy_model
 
 from nanovllm_core import AsyncEngine, EngineConfig, GrammarSpec, ModelSpec, Request, SamplingParams
+from nanovllm_core.transfer import fetches, prefix_client, prefix_server
 from nanovllm_core.transfer.prefix_client import PeerConnection
 
 CONFIG = EngineConfig(device="cpu", num_blocks=60, max_num_seqs=4, kv_offload_gib=0.01)
 PROMPT_LEN, ANSWER_LEN, BLOCK_SIZE = 100, 6, 16
 FETCHED_TOKENS = PROMPT_LEN // BLOCK_SIZE * BLOCK_SIZE
 MAX_WAIT_S = 20.0
+MAX_SILENCE_S = 60.0
 CARRIERS = ["shm", "tcp", "nixl"] if sys.platform == "linux" else ["tcp"]
 
 
@@ -26,6 +29,13 @@ def write_secret(path: Path) -> Path:
     path.write_bytes(os.urandom(32))
     path.chmod(0o600)
     return path
+
+
+def allow_long_silence(patch: pytest.MonkeyPatch) -> None:
+    """Let fetches wait long for a peer: a busy machine may stop the engines' process for seconds."""
+    patch.setattr(prefix_client, "SILENCE_S", MAX_SILENCE_S)
+    patch.setattr(prefix_server, "LEASE_S", MAX_SILENCE_S)
+    patch.setattr(fetches, "MAX_DELAY_S", MAX_SILENCE_S)
 
 
 def with_fingerprint(spec: ModelSpec, name: str = "toy") -> ModelSpec:

@@ -35,7 +35,7 @@ from nanovllm_core.transfer.fetches import FetchOutcome
 from nanovllm_core.transfer.messages import FetchEnd
 from nanovllm_core.transfer.prefix_client import PeerConnection
 
-pytestmark = [pytest.mark.background, pytest.mark.usefixtures("always_fetch")]
+pytestmark = [pytest.mark.background, pytest.mark.usefixtures("always_fetch", "long_silence")]
 
 
 @pytest.mark.parametrize("carrier", CARRIERS)
@@ -65,7 +65,8 @@ async def test_a_fetched_prompt_has_the_answer_of_a_computed_prompt(
         assert prefill.stats.prompt_tokens == num_prompts * PROMPT_LEN
 
 
-async def test_idle_engines_with_nixl_take_no_processor_time(secret, oracle):
+async def test_idle_engines_with_nixl_take_no_processor_time(secret, oracle, monkeypatch):
+    monkeypatch.setattr(prefix_server, "LEASE_S", 3.0)
     async with start_pair(secret, transfer_carrier="nixl") as (prefill, engine):
         assert await generate(engine, make_prompt(0)) == oracle(make_prompt(0), ANSWER_LEN)
         await check_idle(prefill, engine)
