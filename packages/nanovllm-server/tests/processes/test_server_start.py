@@ -1,11 +1,13 @@
 import asyncio
+import errno
 import multiprocessing
+import signal
 from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
 
-from nanovllm_core import EngineAddress, EngineDeadError
+from nanovllm_core import EngineAddress, EngineDeadError, EngineProcess
 from nanovllm_models import ModelDirectory
 from nanovllm_server.cli import make_parser, make_settings
 from nanovllm_server.processes import server
@@ -49,6 +51,25 @@ def settings(tmp_path, tokenizer_backend) -> Settings:
     template = tmp_path / "template"
     template.write_text("{{ messages }}")
     return make_settings(make_parser().parse_args([str(tmp_path), "--port", "0", "--chat-template", str(template)]))
+
+
+async def test_a_worker_that_can_not_be_started_ends_the_engine(settings, tmp_path, monkeypatch):
+    def raise_error(*_arguments) -> None:
+        raise OSError(errno.EAGAIN, "fork failed")
+
+    processes: list[EngineProcess] = []
+
+    def start_engine(recipe) -> EngineProcess:
+        processes.append(EngineProcess(recipe))
+        return processes[0]
+
+    monkeypatch.setattr(server, "EngineProcess", start_engine)
+    monkeypatch.setattr(server, "WorkerPool", raise_error)
+    (listener,) = server.bind(settings.host, settings.port, 1)
+    with listener, pytest.raises(OSError, match="fork failed"):
+        await server._start_processes(settings, [listener], ModelDirectory(tmp_path, "model"), None)
+    assert processes[0].exit_code == -signal.SIGKILL
+    assert multiprocessing.active_children() == []
 
 
 async def test_the_start_fails_if_the_engine_dies_before_a_worker_connects(engine, settings, tmp_path):

@@ -12,10 +12,10 @@ from torch.nn import functional
 from nanovllm_kernels.benchmarks.inputs import random
 from nanovllm_kernels.benchmarks.timing import BenchmarkCase
 from nanovllm_kernels.elementwise import rms_norm, silu_and_mul
-from nanovllm_kernels.gemm import block_fp8, linear, logits, norm_gate_up, norm_linear, pack_linear, tiles
+from nanovllm_kernels.gemm import PackedWeight, block_fp8, linear, logits, norm_gate_up, norm_linear, pack_linear, tiles
 
 # A linear layer as a function of (weight, x, residual).
-LinearCall = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]
+LinearCall = Callable[[PackedWeight, torch.Tensor, torch.Tensor], object]
 
 
 @dataclass(frozen=True)
@@ -50,12 +50,12 @@ def linear_cases(widths: ModelWidths, num_rows: int) -> Iterator[BenchmarkCase]:
     """
     norm_weight, eps = random(widths.hidden), 1e-5
 
-    def apply_norm_and_linear(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        return functional.linear(rms_norm(x, norm_weight, eps), weight)
+    def apply_norm_and_linear(weight: PackedWeight, x: torch.Tensor) -> torch.Tensor:
+        return functional.linear(rms_norm(x, norm_weight, eps), weight.data)
 
     residual_calls: tuple[LinearCall, LinearCall] = (
         lambda weight, x, residual: linear(x, weight, None, residual),
-        lambda weight, x, residual: residual.addmm_(x, weight.t()),
+        lambda weight, x, residual: residual.addmm_(x, weight.data.t()),
     )
     # Maps a name to: columns of the output, width of the input, the engine's call, and a call of separate operators.
     cases: dict[str, tuple[int, int, LinearCall, LinearCall]] = {
@@ -76,18 +76,20 @@ def linear_cases(widths: ModelWidths, num_rows: int) -> Iterator[BenchmarkCase]:
         "head": (
             widths.vocab,
             widths.hidden,
-            lambda weight, x, _: logits(x, pack_linear(weight), weight),
-            lambda weight, x, _: torch.mm(x, weight.t(), out_dtype=torch.float32),
+            lambda weight, x, _: logits(x, weight, weight.data),
+            lambda weight, x, _: torch.mm(x, weight.data.t(), out_dtype=torch.float32),
         ),
     }
     for name, (columns, width, engine_call, separate_call) in cases.items():
-        is_fused = tiles.is_few_rows_faster(num_rows, columns, width)
+        is_split = tiles.is_split_faster(columns, width) and num_rows <= tiles.MAX_SPLIT_ROWS
+        is_fused = is_split or tiles.is_few_rows_faster(num_rows, columns, width)
         calls = {"": engine_call, " in pieces": separate_call} if is_fused else {"": engine_call}
         cost = columns * width * 2
         for suffix, call in calls.items():
 
             def make_call(call: LinearCall = call, columns: int = columns, width: int = width) -> Callable[[], object]:
-                weight, x, residual = random(columns, width), random(num_rows, width), random(num_rows, columns)
+                weight = pack_linear(random(columns, width))
+                x, residual = random(num_rows, width), random(num_rows, columns)
                 return lambda: call(weight, x, residual)
 
             yield BenchmarkCase(f"{widths.name} {name}, {num_rows} rows{suffix}", make_call, cost, "TB/s", cost)

@@ -6,7 +6,7 @@ import resource
 import signal
 import socket
 import sys
-from contextlib import ExitStack
+from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
 from ipaddress import ip_address
 from multiprocessing import resource_tracker
@@ -195,36 +195,41 @@ async def _start_processes(
         model, draft_model, settings.load_format, settings.log_format, settings.log_level, settings.engine_config
     )
     prefill_engine = None
-    if settings.transfer.has_prefill_engine:
-        recipe, prefill_engine = start_prefill_engine(recipe, settings.transfer)
-    process = EngineProcess(recipe)
-    counters, rings = allocate_counters(len(listeners)), allocate_rings(len(listeners))
-    # The HTTP workers load the tokenizer while the engine loads the model.
-    workers = WorkerPool(
-        [
-            WorkerArguments(
-                index, settings, model.path, template, defaults, process.address, process.pid, listener, counters, rings
-            )
+    # The stack ends what has started, in reverse order, unless the whole start succeeds.
+    async with AsyncExitStack() as stack:
+        if settings.transfer.has_prefill_engine:
+            recipe, prefill_engine = start_prefill_engine(recipe, settings.transfer)
+            stack.push_async_callback(prefill_engine.stop)
+        process = EngineProcess(recipe)
+        engine_task = asyncio.create_task(EngineClient.adopt(process))
+        stack.push_async_callback(_stop_engine, process, engine_task)
+        counters, rings = allocate_counters(len(listeners)), allocate_rings(len(listeners))
+        address, pid = process.address, process.pid
+        arguments = [
+            WorkerArguments(index, settings, model.path, template, defaults, address, pid, listener, counters, rings)
             for index, listener in enumerate(listeners)
-        ],
-        settings.worker_timeout_s,
-    )
-    engine_task = asyncio.create_task(EngineClient.adopt(process))
-    workers_task = asyncio.create_task(workers.wait_until_ready())
-    prefill_tasks = [] if prefill_engine is None else [prefill_engine.start_task]
-    try:
+        ]
+        # The HTTP workers load the tokenizer while the engine loads the model.
+        workers = WorkerPool(arguments, settings.worker_timeout_s)
+        stack.callback(workers.kill)
+        workers_task = asyncio.create_task(workers.wait_until_ready())
+        stack.callback(workers_task.cancel)
+        prefill_tasks = [] if prefill_engine is None else [prefill_engine.start_task]
         engine = await _wait_until_started(engine_task, [*prefill_tasks, workers_task])
+        stack.pop_all()
         return ServerProcesses(engine, workers, prefill_engine)
-    except BaseException:
-        workers.kill()
-        workers_task.cancel()
-        engine_task.cancel()
-        await asyncio.wait((engine_task, workers_task))
-        if not engine_task.cancelled() and engine_task.exception() is None:
-            await engine_task.result().stop()
-        if prefill_engine is not None:
-            await prefill_engine.stop()
-        raise
+
+
+async def _stop_engine(process: EngineProcess, start_task: asyncio.Task[EngineClient]) -> None:
+    """Stops the engine, even while it starts."""
+    start_task.cancel()
+    await asyncio.wait((start_task,))
+    if not start_task.cancelled() and start_task.exception() is None:
+        await start_task.result().stop()
+    elif process.exit_code is None:
+        # The task was cancelled before its first step, so it has not ended the process.
+        process.kill()
+        await process.close()
 
 
 async def _wait_until_started(
