@@ -107,3 +107,18 @@ async def test_rendered_earlier_call_is_readable_by_the_parser(model, tokenizer_
     # Some templates leave out the reasoning of earlier answers.
     assert reasoning in ("", CALL_MESSAGE.reasoning)
     assert (reasoning == CALL_MESSAGE.reasoning) == (CALL_MESSAGE.reasoning in later_prompt)
+
+
+async def test_two_parallel_calls_and_their_results_are_rendered(model):
+    name, _, renderer = model
+    cities, weathers = ("Zürich", "Oslo"), ("Rain.", "Snow.")
+    calls = tuple(
+        PastToolCall(f"call_{index}", "get_weather", json.dumps({"city": city}, ensure_ascii=False))
+        for index, city in enumerate(cities)
+    )
+    results = [Message(role="tool", content=text, tool_call_id=f"call_{index}") for index, text in enumerate(weathers)]
+    messages = [QUESTION, Message(role="assistant", content=None, tool_calls=calls), *results]
+    prompt = (await renderer.render(messages, [TOOL])).text
+    assert all(weather in prompt for weather in weathers)
+    if name not in MODELS_WITHOUT_PAST_CALLS:
+        assert all(city in prompt for city in cities)

@@ -112,6 +112,60 @@ async def test_call_arguments_are_passed_as_the_template_expects(write_call, exp
     renderer.close()
 
 
+class SingleCallTokenizer(CallTokenizer):
+    """Has a template that refuses messages with several calls, or writes only the first call."""
+
+    def __init__(self, *, refuses):
+        super().__init__(write_json)
+        self._refuses = refuses
+
+    def _write(self, message):
+        calls = message.get("tool_calls", ())
+        if len(calls) > 1 and self._refuses:
+            raise TypeError("This model only supports single tool-calls at once!")
+        reasoning = f"({message['reasoning']})" if "reasoning" in message else ""
+        return f"<{message['role']}>{reasoning}" + super()._write({**message, "tool_calls": calls[:1]})
+
+
+def make_calls(*call_ids):
+    return tuple(PastToolCall(call_id, f"f{index}", "") for index, call_id in enumerate(call_ids))
+
+
+@pytest.mark.parametrize("refuses", [True, False])
+@pytest.mark.parametrize(
+    ("call_ids", "result_ids", "expected"),
+    [
+        ("ab", "ab", "f0 result0 f1 result1"),
+        ("ab", "ba", "f0 result1 f1 result0"),
+        ("aa", "aa", "f0 result0 f1 result1"),
+        ([None, None], [None, None], "f0 result0 f1 result1"),
+        ("ab", "xy", "f0 result0 f1 result1"),
+        ("ab", "bx", "f0 result1 f1 result0"),
+        ("abc", "c", "f0 f1 f2 result0"),
+        ("ab", "aab", "f0 result0 f1 result2 result1"),
+        ("ab", "", "f0 f1"),
+    ],
+)
+async def test_template_for_single_calls_gets_each_call_with_its_result(refuses, call_ids, result_ids, expected):
+    messages = (
+        *CONVERSATION,
+        Message(role="assistant", content="Ok", reasoning="Hm", tool_calls=make_calls(*call_ids)),
+        *(
+            Message(role="tool", content=f"result{index}", tool_call_id=result_id)
+            for index, result_id in enumerate(result_ids)
+        ),
+        Message(role="user", content="bye"),
+    )
+    renderer = Renderer(SingleCallTokenizer(refuses=refuses), HERMES)
+    text = (await renderer.render(messages)).text
+    renderer.close()
+    words = [
+        f"<tool>{word};" if word.startswith("result") else f"<assistant>;[{word} {{}}]" for word in expected.split()
+    ]
+    turns = "".join(words).replace("<assistant>;", "<assistant>(Hm)Ok;", 1)
+    assert text == f"<system>be brief;<user>hi;{turns}<user>bye;"
+
+
 async def test_incomplete_call_is_passed_as_text_or_refused():
     cut_call_message = Message(role="assistant", content="", tool_calls=(PastToolCall("1", "f", '{"x'),))
     renderer = Renderer(CallTokenizer(write_json))

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from nanovllm_models import Tokenizer
 from nanovllm_models.chat_formats import ToolCallFormat
 from nanovllm_models.errors import TemplateError, TemplateValueError
+from nanovllm_server.chat.parallel_calls import split_parallel_calls
 from nanovllm_server.chat.tool_prompt import write_past_calls_as_text, write_tools_as_text
 from nanovllm_server.protocol.body import has_too_many_values
 from nanovllm_server.protocol.error import ApiError, prediction_too_long, prompt_too_long
@@ -51,6 +52,7 @@ class Renderer:
         tokenizer.render_chat([{"role": "user", "content": "hi"}])
         self._developer_role = "developer" if self._supports_developer_role() else "system"
         self._needs_text_arguments, self._shows_calls = self._test_call_support()
+        self._splits_calls = self._shows_calls and not self._shows_two_calls()
         self._shows_tools = self._can_show_tools()
         self._pool = ThreadPoolExecutor(NUM_THREADS, "nanovllm-render")
         self._large_prompt_pool = ThreadPoolExecutor(1, "nanovllm-render-large")
@@ -125,16 +127,25 @@ class Renderer:
         """Returns (whether the template needs the arguments of calls as text, whether the template shows calls)."""
 
         def shows_arguments(*, as_text: bool) -> bool:
-            call = _to_template_call(PastToolCall("call_0", "f", '{"key": "any_value"}'), as_text=as_text)
-            rendered = self._try_render(
-                {"role": "user", "content": "."},
-                {"role": "assistant", "content": "", "tool_calls": [call]},
-                {"role": "tool", "content": ".", "tool_call_id": "call_0"},
-            )
+            rendered = self._try_render_calls(1, as_text=as_text)
             return rendered is not None and "any_value" in rendered
 
         shows_text_arguments, shows_object_arguments = shows_arguments(as_text=True), shows_arguments(as_text=False)
         return shows_text_arguments and not shows_object_arguments, shows_text_arguments or shows_object_arguments
+
+    def _shows_two_calls(self) -> bool:
+        rendered = self._try_render_calls(2, as_text=self._needs_text_arguments)
+        return rendered is not None and rendered.count("any_value") == 2
+
+    def _try_render_calls(self, num_calls: int, *, as_text: bool) -> str | None:
+        """Renders a message with calls, whose arguments contain "any_value", and a result of each call."""
+        past_calls = [PastToolCall(f"call_{index}", "f", '{"key": "any_value"}') for index in range(num_calls)]
+        calls = [_to_template_call(call, as_text=as_text) for call in past_calls]
+        return self._try_render(
+            {"role": "user", "content": "."},
+            {"role": "assistant", "content": "", "tool_calls": calls},
+            *({"role": "tool", "content": ".", "tool_call_id": call["id"]} for call in calls),
+        )
 
     def _render(
         self,
@@ -146,6 +157,8 @@ class Renderer:
         template_messages = [self._to_template_message(message) for message in messages]
         if self._call_format is not None and not self._shows_calls:
             template_messages = write_past_calls_as_text(template_messages, self._call_format)
+        if self._splits_calls:
+            template_messages = split_parallel_calls(template_messages)
         if self._call_format is not None and tools is not None and not self._shows_tools:
             template_messages, tools = write_tools_as_text(template_messages, tools, self._call_format), None
         try:
