@@ -13,6 +13,7 @@ from nanovllm_server.chat.rendering import Renderer
 from nanovllm_server.parsing.detokenizing import TextVocabulary
 from nanovllm_server.parsing.events import CallArguments, CallBegun, ReasoningText
 from nanovllm_server.parsing.model_format import ModelFormat
+from nanovllm_server.protocol.error import ApiError
 from nanovllm_server.protocol.messages import Message, PastToolCall
 
 pytestmark = pytest.mark.slow
@@ -122,3 +123,18 @@ async def test_two_parallel_calls_and_their_results_are_rendered(model):
     assert all(weather in prompt for weather in weathers)
     if name not in MODELS_WITHOUT_PAST_CALLS:
         assert all(city in prompt for city in cities)
+
+
+async def test_cut_off_call_is_rendered_or_is_a_400_that_names_the_arguments(model):
+    name, _, renderer = model
+    path = "messages[1].tool_calls[0].function.arguments"
+    call_message = Message(
+        role="assistant", content=None, tool_calls=(PastToolCall("call_0", "get_weather", '{"city": "Zü', path),)
+    )
+    messages = [QUESTION, call_message, RESULT_MESSAGE]
+    if MODELS[name][1] in ("qwen3_coder", "minimax_m2"):
+        with pytest.raises(ApiError) as refused:
+            await renderer.render(messages, [TOOL])
+        assert (refused.value.status, refused.value.param) == (400, path)
+    else:
+        assert "Rain." in (await renderer.render(messages, [TOOL])).text

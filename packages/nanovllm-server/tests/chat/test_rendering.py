@@ -14,7 +14,8 @@ from nanovllm_server.parsing.events import CallArguments, CallBegun
 from nanovllm_server.parsing.parser import Parser
 from nanovllm_server.protocol.body import MAX_VALUES
 from nanovllm_server.protocol.error import ApiError
-from nanovllm_server.protocol.messages import Message, PastToolCall
+from nanovllm_server.protocol.field_reader import FieldReader
+from nanovllm_server.protocol.messages import Message, PastToolCall, parse_messages
 from nanovllm_server.protocol.template import TemplateOptions
 
 CONVERSATION = (Message(role="developer", content="be brief"), Message(role="user", content="hi"))
@@ -166,15 +167,44 @@ async def test_template_for_single_calls_gets_each_call_with_its_result(refuses,
     assert text == f"<system>be brief;<user>hi;{turns}<user>bye;"
 
 
-async def test_incomplete_call_is_passed_as_text_or_refused():
+async def test_incomplete_call_is_passed_as_text():
     cut_call_message = Message(role="assistant", content="", tool_calls=(PastToolCall("1", "f", '{"x'),))
     renderer = Renderer(CallTokenizer(write_json))
     assert (await renderer.render([cut_call_message])).text == r';[f "{\"x"]'
     renderer.close()
+
+
+@pytest.mark.parametrize("arguments", ['{"x', "[]", "null", '{"a":' + "[" * 300 + "]" * 300 + "}"])
+async def test_template_that_needs_objects_gets_no_other_arguments(arguments):
+    calls = [
+        {"id": str(index), "type": "function", "function": {"name": "f", "arguments": text}}
+        for index, text in enumerate(["{}", arguments])
+    ]
+    body = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "tool_calls": calls}]}
     renderer = Renderer(CallTokenizer(write_items))
-    with pytest.raises(ApiError, match="messages: ") as refused:
-        await renderer.render([cut_call_message])
-    assert (refused.value.status, refused.value.code) == (400, "template_error")
+    with pytest.raises(ApiError) as refused:
+        await renderer.render(parse_messages(FieldReader(body)))
+    renderer.close()
+    assert (refused.value.status, refused.value.code) == (400, "invalid_value")
+    assert refused.value.param == "messages[1].tool_calls[1].function.arguments"
+    assert refused.value.message.startswith(f"{refused.value.param} must be a JSON object as text, with at most 100 ")
+
+
+async def test_error_names_the_deprecated_field_function_call():
+    messages = parse_messages(
+        FieldReader({"messages": [{"role": "assistant", "function_call": {"name": "f", "arguments": "{"}}]})
+    )
+    renderer = Renderer(CallTokenizer(write_items))
+    with pytest.raises(ApiError) as refused:
+        await renderer.render(messages)
+    renderer.close()
+    assert refused.value.param == "messages[0].function_call.arguments"
+
+
+async def test_template_that_leaves_out_other_arguments_still_gets_these():
+    renderer = Renderer(CallTokenizer(lambda arguments: write_items(arguments) if isinstance(arguments, dict) else ""))
+    cut_call_message = Message(role="assistant", content="", tool_calls=(PastToolCall("1", "f", '{"x'),))
+    assert (await renderer.render([cut_call_message])).text == ";[f ]"
     renderer.close()
 
 

@@ -15,8 +15,8 @@ from nanovllm_models.chat_formats import ToolCallFormat
 from nanovllm_models.errors import TemplateError, TemplateValueError
 from nanovllm_server.chat.parallel_calls import split_parallel_calls
 from nanovllm_server.chat.tool_prompt import write_past_calls_as_text, write_tools_as_text
-from nanovllm_server.protocol.body import has_too_many_values
-from nanovllm_server.protocol.error import ApiError, prediction_too_long, prompt_too_long
+from nanovllm_server.protocol.body import MAX_VALUES, has_too_many_values
+from nanovllm_server.protocol.error import ApiError, bad_field, prediction_too_long, prompt_too_long
 from nanovllm_server.protocol.field_reader import exceeds_depth
 from nanovllm_server.protocol.messages import Message, PastToolCall
 from nanovllm_server.protocol.template import TemplateOptions
@@ -38,6 +38,22 @@ class Prompt:
     token_ids: NDArray[np.int32]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallSupport:
+    """How the template writes the calls of earlier answers.
+
+    shows_calls: whether the prompt contains calls.
+    shows_parallel_calls: whether the prompt contains all calls of a message with several calls.
+    needs_text_arguments: whether arguments must be JSON text.
+    needs_object_arguments: whether arguments must be an object: the template refuses text.
+    """
+
+    shows_calls: bool
+    shows_parallel_calls: bool
+    needs_text_arguments: bool
+    needs_object_arguments: bool
+
+
 class Renderer:
     """Renders conversations for one model, in threads.
 
@@ -51,8 +67,7 @@ class Renderer:
         self._call_format = call_format
         tokenizer.render_chat([{"role": "user", "content": "hi"}])
         self._developer_role = "developer" if self._supports_developer_role() else "system"
-        self._needs_text_arguments, self._shows_calls = self._test_call_support()
-        self._splits_calls = self._shows_calls and not self._shows_two_calls()
+        self._call_support = self._test_call_support()
         self._shows_tools = self._can_show_tools()
         self._pool = ThreadPoolExecutor(NUM_THREADS, "nanovllm-render")
         self._large_prompt_pool = ThreadPoolExecutor(1, "nanovllm-render-large")
@@ -123,19 +138,19 @@ class Renderer:
         rendered = self._try_render({"role": "user", "content": "."}, tools=[tool])
         return rendered is not None and "any_tool" in rendered
 
-    def _test_call_support(self) -> tuple[bool, bool]:
-        """Returns (whether the template needs the arguments of calls as text, whether the template shows calls)."""
-
-        def shows_arguments(*, as_text: bool) -> bool:
-            rendered = self._try_render_calls(1, as_text=as_text)
-            return rendered is not None and "any_value" in rendered
-
-        shows_text_arguments, shows_object_arguments = shows_arguments(as_text=True), shows_arguments(as_text=False)
-        return shows_text_arguments and not shows_object_arguments, shows_text_arguments or shows_object_arguments
-
-    def _shows_two_calls(self) -> bool:
-        rendered = self._try_render_calls(2, as_text=self._needs_text_arguments)
-        return rendered is not None and rendered.count("any_value") == 2
+    def _test_call_support(self) -> CallSupport:
+        prompt_with_text, prompt_with_object = (self._try_render_calls(1, as_text=as_text) for as_text in (True, False))
+        shows_text, shows_object = (
+            prompt is not None and "any_value" in prompt for prompt in (prompt_with_text, prompt_with_object)
+        )
+        needs_text = shows_text and not shows_object
+        prompt_with_two_calls = self._try_render_calls(2, as_text=needs_text)
+        return CallSupport(
+            shows_calls=shows_text or shows_object,
+            shows_parallel_calls=prompt_with_two_calls is not None and prompt_with_two_calls.count("any_value") == 2,
+            needs_text_arguments=needs_text,
+            needs_object_arguments=shows_object and prompt_with_text is None,
+        )
 
     def _try_render_calls(self, num_calls: int, *, as_text: bool) -> str | None:
         """Renders a message with calls, whose arguments contain "any_value", and a result of each call."""
@@ -155,9 +170,9 @@ class Renderer:
         max_tokens: int | None,
     ) -> Prompt:
         template_messages = [self._to_template_message(message) for message in messages]
-        if self._call_format is not None and not self._shows_calls:
+        if self._call_format is not None and not self._call_support.shows_calls:
             template_messages = write_past_calls_as_text(template_messages, self._call_format)
-        if self._splits_calls:
+        if self._call_support.shows_calls and not self._call_support.shows_parallel_calls:
             template_messages = split_parallel_calls(template_messages)
         if self._call_format is not None and tools is not None and not self._shows_tools:
             template_messages, tools = write_tools_as_text(template_messages, tools, self._call_format), None
@@ -212,9 +227,16 @@ class Renderer:
             # Some templates read `reasoning`, others `reasoning_content`.
             fields["reasoning"] = fields["reasoning_content"] = message.reasoning
         if message.tool_calls:
-            as_text = self._needs_text_arguments
-            fields["tool_calls"] = [_to_template_call(call, as_text=as_text) for call in message.tool_calls]
+            fields["tool_calls"] = [self._to_checked_template_call(call) for call in message.tool_calls]
         return fields
+
+    def _to_checked_template_call(self, call: PastToolCall) -> dict[str, Any]:
+        template_call = _to_template_call(call, as_text=self._call_support.needs_text_arguments)
+        if self._call_support.needs_object_arguments and not isinstance(template_call["function"]["arguments"], dict):
+            # Arguments are no object if the call was cut off, or if they are too deep or too large to be decoded.
+            expected = f"a JSON object as text, with at most {MAX_ARGUMENT_DEPTH} levels and {MAX_VALUES} values"
+            raise bad_field(call.arguments_path, expected, call.arguments)
+        return template_call
 
 
 def _to_template_call(call: PastToolCall, *, as_text: bool) -> dict[str, Any]:

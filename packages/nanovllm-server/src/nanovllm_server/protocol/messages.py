@@ -1,6 +1,6 @@
 """Reads the messages of a request."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from nanovllm_server.protocol.error import unsupported
 from nanovllm_server.protocol.field_reader import FieldReader
@@ -13,11 +13,15 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 @dataclass(frozen=True, slots=True)
 class PastToolCall:
-    """A tool call in an earlier answer. arguments: JSON text."""
+    """A tool call in an earlier answer.
+
+    arguments: JSON text. arguments_path: path of the arguments in the request, for errors.
+    """
 
     id: str | None
     name: str
     arguments: str
+    arguments_path: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,4 +123,4 @@ def _read_called_function(function: FieldReader, call_id: str | None) -> PastToo
         raise function.wrong("name", "a non-empty string")
     if arguments is None:
         raise function.wrong("arguments", "a string of JSON")
-    return PastToolCall(call_id, name, arguments)
+    return PastToolCall(call_id, name, arguments, function.path("arguments"))
