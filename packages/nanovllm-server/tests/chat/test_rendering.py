@@ -224,6 +224,38 @@ async def test_arguments_that_are_too_deep_or_too_large_stay_text(arguments, tok
     renderer.close()
 
 
+LONG_INTEGERS = ("123456789012345678901234", "-9999999999999999999", "18446744073709551616", "9" * 300)
+
+
+@pytest.mark.parametrize("write_call", [write_items, write_json])
+async def test_long_integers_of_arguments_keep_their_digits(write_call):
+    arguments = f'{{"x": [{", ".join(LONG_INTEGERS)}, 2.5]}}'
+    message = Message(role="assistant", content="", tool_calls=(PastToolCall("1", "f", arguments),))
+    renderer = Renderer(CallTokenizer(write_call))
+    text = (await renderer.render([message])).text
+    renderer.close()
+    assert f"[{', '.join(LONG_INTEGERS)}, 2.5]" in text
+
+
+@pytest.mark.parametrize("name", TOOL_CALL_FORMATS)
+async def test_long_integers_of_arguments_keep_their_digits_in_calls_as_text(name):
+    arguments = f'{{"x": {LONG_INTEGERS[0]}, "y": [{LONG_INTEGERS[1]}]}}'
+    message = Message(role="assistant", content="", tool_calls=(PastToolCall("1", "f", arguments),))
+    renderer = Renderer(TemplateTokenizer(make_strict_template("user", "assistant")), TOOL_CALL_FORMATS[name])
+    text = (await renderer.render([message])).text
+    renderer.close()
+    assert LONG_INTEGERS[0] in text
+    assert f"[{LONG_INTEGERS[1]}]" in text
+
+
+async def test_integers_beyond_all_numbers_stay_text():
+    arguments = f'{{"x": {"9" * 5000}}}'
+    message = Message(role="assistant", content="", tool_calls=(PastToolCall("1", "f", arguments),))
+    renderer = Renderer(CallTokenizer(write_json))
+    assert json.dumps(arguments) in (await renderer.render([message])).text
+    renderer.close()
+
+
 async def test_large_arguments_do_not_delay_small_requests():
     has_begun, may_end = threading.Event(), threading.Event()
 

@@ -1,6 +1,8 @@
 """Renders messages to a prompt with the chat template and the tokenizer."""
 
 import asyncio
+import json
+import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -26,6 +28,8 @@ NUM_THREADS = 2  # for requests smaller than MIN_LARGE_SIZE
 MIN_LARGE_SIZE = 1 << 18
 # Arguments of calls that are nested more deeply stay text: templates and `orjson` write them recursively.
 MAX_ARGUMENT_DEPTH = 100
+# Digits of an integer that may be beyond 64 bits.
+LONG_NUMBER = re.compile("[0-9]{19}")
 DEFAULT_OPTIONS = TemplateOptions()
 ToolDefinitions = Sequence[Mapping[str, Any]]
 
@@ -255,4 +259,8 @@ def _decode_arguments(text: str) -> Any:
         arguments = orjson.loads(text)
     except orjson.JSONDecodeError:
         return text
-    return text if exceeds_depth(arguments, MAX_ARGUMENT_DEPTH) else arguments
+    if exceeds_depth(arguments, MAX_ARGUMENT_DEPTH):
+        return text
+    # `orjson` turns integers beyond 64 bits into floats, and takes no number of more than 309 digits. `json` decodes
+    # integers of any length, but takes more time.
+    return json.loads(text) if LONG_NUMBER.search(text) else arguments

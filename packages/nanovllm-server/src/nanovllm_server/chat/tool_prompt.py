@@ -1,5 +1,6 @@
 """Writes tools, calls and results of calls as plain text, for models whose chat template does not show tools."""
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -43,7 +44,7 @@ def write_past_calls_as_text(messages: Sequence[TemplateMessage], call_format: T
 
 def write_call(call_format: ToolCallFormat, name: str, arguments: JSON) -> str:
     """Writes a call in the model's format. arguments: an object, or incomplete JSON text if the call was cut off."""
-    text = arguments if isinstance(arguments, str) else orjson.dumps(arguments).decode()
+    text = arguments if isinstance(arguments, str) else _write_json(arguments)
     match call_format:
         case JsonCalls() as tags:
             call = f'{{"name": "{name}", "{tags.argument_keys[0]}": {text}}}'
@@ -59,8 +60,13 @@ def write_call(call_format: ToolCallFormat, name: str, arguments: JSON) -> str:
 
 def _write_parameter(tags: XmlCalls, key: str, value: JSON) -> str:
     line_break = "\n" if tags.wraps_values_in_line_breaks else ""
-    text = value if isinstance(value, str) else orjson.dumps(value).decode()
+    text = value if isinstance(value, str) else _write_json(value)
     return f"{tags.parameter_begin}{key}{tags.key_end}{line_break}{text}{line_break}{tags.parameter_end}\n"
+
+
+def _write_json(value: JSON) -> str:
+    # Arguments may have integers beyond 64 bits, which `orjson` can't write.
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
 def _to_text_message(message: TemplateMessage, call_format: ToolCallFormat) -> TemplateMessage:

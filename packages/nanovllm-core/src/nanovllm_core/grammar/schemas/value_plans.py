@@ -158,7 +158,8 @@ def _check_constant(shape: ConstantShape, place: str) -> None:
         value = pending.pop()
         if isinstance(value, dict | list):
             pending.extend(value.values() if isinstance(value, dict) else value)
-        elif type(value) is int and abs(value) > MAX_INT64:
+        # JSON decoders may turn such integers into floats. Every float of this size is an integer.
+        elif isinstance(value, int | float) and abs(value) > MAX_INT64:
             keyword = "const" if keyword_place(shape, "const") else "enum"
             raise _error_at(shape, keyword, place, f"has an integer beyond 64 bits: {str(value)[:40]}")
 
