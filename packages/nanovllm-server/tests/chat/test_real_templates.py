@@ -15,6 +15,7 @@ from nanovllm_server.parsing.events import CallArguments, CallBegun, ReasoningTe
 from nanovllm_server.parsing.model_format import ModelFormat
 from nanovllm_server.protocol.error import ApiError
 from nanovllm_server.protocol.messages import Message, PastToolCall
+from nanovllm_server.protocol.template import TemplateOptions
 
 pytestmark = pytest.mark.slow
 
@@ -69,7 +70,9 @@ def model(request, templates, tokenizer_backend):
     hf_tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer_backend, bos_token="<|start|>", eos_token="<|end|>"
     )
-    renderer = Renderer(Tokenizer(hf_tokenizer, template))
+    renderer = Renderer(
+        Tokenizer(hf_tokenizer, template), reasoning_format=detect_chat_format(None, template).reasoning
+    )
     yield request.param, template, renderer
     renderer.close()
 
@@ -138,3 +141,20 @@ async def test_cut_off_call_is_rendered_or_is_a_400_that_names_the_arguments(mod
         assert (refused.value.status, refused.value.param) == (400, path)
     else:
         assert "Rain." in (await renderer.render(messages, [TOOL])).text
+
+
+async def test_cut_off_reasoning_is_continued_or_is_a_400(model, tokenizer_backend):
+    name, template, renderer = model
+    messages = [QUESTION, Message(role="assistant", content=None, reasoning="I think that")]
+    options = TemplateOptions(add_generation_prompt=False, continue_final_message=True)
+    reasoning, _, begins, _ = MODELS[name]
+    if reasoning is None:
+        with pytest.raises(ApiError) as refused:
+            await renderer.render(messages, None, options)
+        assert (refused.value.status, refused.value.param) == (400, "messages[1].reasoning")
+        return
+    prompt = await renderer.render(messages, None, options)
+    first_prompt = (await renderer.render([QUESTION])).text
+    assert prompt.text == first_prompt + ("" if begins else "<think>\n") + "I think that"
+    model_format = ModelFormat(detect_chat_format(None, template), TextVocabulary(tokenizer_backend))
+    assert model_format.reasoning_state(prompt.text, prompt.continued_text) == "open"

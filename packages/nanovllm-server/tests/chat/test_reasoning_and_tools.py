@@ -5,6 +5,7 @@ import openai
 import pytest
 
 from nanovllm_models.chat_formats import DEEPSEEK_R1, HERMES, LLAMA, MINIMAX_M2, QWEN3_CODER, THINK, ChatFormat
+from nanovllm_server.chat.rendering import Renderer
 from nanovllm_server.parsing.model_format import ModelFormat
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -339,6 +340,20 @@ async def test_an_answer_that_continues_reasoning_begins_with_reasoning(post, se
     response = await post(messages=messages, continue_final_message=True)
     message = (await response.get_json())["choices"][0]["message"]
     assert (message.get("reasoning"), message["content"]) == (reasoning, content)
+
+
+async def test_an_answer_without_the_end_of_its_reasoning_can_be_continued(post, set_reply, service, tokenizer, engine):
+    service.renderer.close()
+    service.renderer = Renderer(tokenizer, reasoning_format=THINK)
+    set_reply(QWEN, "<think>\nOkay")
+    first_answer = (await (await post(messages=MESSAGES)).get_json())["choices"][0]["message"]
+    assert (first_answer["reasoning"], first_answer["content"]) == ("Okay", None)
+    set_reply(QWEN, "more</think>Hi")
+    response = await post(messages=[*MESSAGES, first_answer], continue_final_message=True)
+    message = (await response.get_json())["choices"][0]["message"]
+    assert (message["reasoning"], message["content"]) == ("more", "Hi")
+    first_prompt, prompt = ([*request.prompt_ids] for request in engine.requests)
+    assert prompt == [*first_prompt, *b"<think>\nOkay"]
 
 
 async def test_a_reasoning_budget_does_not_change_a_message_that_the_answer_continues(post, set_reply, engine):

@@ -5,7 +5,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ import orjson
 from numpy.typing import NDArray
 
 from nanovllm_models import Tokenizer
-from nanovllm_models.chat_formats import ToolCallFormat
+from nanovllm_models.chat_formats import ReasoningFormat, ToolCallFormat
 from nanovllm_models.errors import TemplateError, TemplateValueError
 from nanovllm_server.chat.parallel_calls import split_parallel_calls
 from nanovllm_server.chat.tool_prompt import write_past_calls_as_text, write_tools_as_text
@@ -36,10 +36,14 @@ ToolDefinitions = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prompt:
-    """A prompt as text and as tokens."""
+    """A prompt as text and as tokens.
+
+    continued_text: text of the last message if the answer continues this message. Reasoning has its opening tag.
+    """
 
     text: str
     token_ids: NDArray[np.int32]
+    continued_text: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,12 +67,19 @@ class Renderer:
 
     call_format: format of the model's tool calls; None if unknown. If the template omits tools or tool calls, the
         renderer writes them in this format.
+    reasoning_format: format of the model's reasoning; None if the model writes no reasoning.
     """
 
-    def __init__(self, tokenizer: Tokenizer, call_format: ToolCallFormat | None = None):
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        call_format: ToolCallFormat | None = None,
+        reasoning_format: ReasoningFormat | None = None,
+    ):
         """Tests the template. Raises TemplateError if the template can't render a short message."""
         self._tokenizer = tokenizer
         self._call_format = call_format
+        self._reasoning_format = reasoning_format
         tokenizer.render_chat([{"role": "user", "content": "hi"}])
         self._developer_role = "developer" if self._supports_developer_role() else "system"
         self._call_support = self._test_call_support()
@@ -173,6 +184,41 @@ class Renderer:
         options: TemplateOptions,
         max_tokens: int | None,
     ) -> Prompt:
+        last_message = messages[-1]
+        continued_text = ""
+        if options.continue_final_message and last_message.has_only_reasoning:
+            text, continued_text = self._render_continued_reasoning(messages, tools, options)
+        else:
+            text = self._render_text(messages, tools, options)
+            if options.continue_final_message:
+                continued_text = last_message.content or ""
+        if max_tokens is not None and (min_num_tokens := self._tokenizer.min_num_tokens(text)) > max_tokens:
+            raise prompt_too_long(max_tokens, f"at least {min_num_tokens}")
+        return replace(self._encode(text, max_tokens), continued_text=continued_text)
+
+    def _render_continued_reasoning(
+        self, messages: Sequence[Message], tools: ToolDefinitions | None, options: TemplateOptions
+    ) -> tuple[str, str]:
+        """Returns (prompt that ends with the reasoning of the last message, this reasoning with its opening tag)."""
+        reasoning_format, reasoning = self._reasoning_format, messages[-1].reasoning
+        path = f"messages[{len(messages) - 1}].reasoning"
+        if reasoning_format is None:
+            message = f"{path} can't be continued: this model has no reasoning; send the text to continue as content"
+            raise ApiError(400, message, param=path, code="invalid_value")
+        # Templates close the reasoning of earlier messages or leave it out, so the reasoning follows the beginning of
+        # a new turn, where the model writes it.
+        options = replace(options, add_generation_prompt=True, continue_final_message=False)
+        text = self._render_text(messages[:-1], tools, options)
+        if text.rstrip().endswith(reasoning_format.end):
+            message = f"{path} can't be continued: reasoning is turned off for this request; turn it on"
+            raise ApiError(400, message, param=path, code="invalid_value")
+        if not text.rstrip().endswith(reasoning_format.begin):
+            text += reasoning_format.begin
+        if text.endswith(reasoning_format.begin):
+            text += "\n"
+        return f"{text}{reasoning}", f"{reasoning_format.begin}\n{reasoning}"
+
+    def _render_text(self, messages: Sequence[Message], tools: ToolDefinitions | None, options: TemplateOptions) -> str:
         template_messages = [self._to_template_message(message) for message in messages]
         if self._call_format is not None and not self._call_support.shows_calls:
             template_messages = write_past_calls_as_text(template_messages, self._call_format)
@@ -181,7 +227,7 @@ class Renderer:
         if self._call_format is not None and tools is not None and not self._shows_tools:
             template_messages, tools = write_tools_as_text(template_messages, tools, self._call_format), None
         try:
-            text = self._tokenizer.render_chat(
+            return self._tokenizer.render_chat(
                 template_messages,
                 add_generation_prompt=options.add_generation_prompt,
                 continue_final_message=options.continue_final_message,
@@ -194,9 +240,6 @@ class Renderer:
             raise ApiError(400, message, param="chat_template_kwargs", code="invalid_value") from error
         except TemplateError as error:
             raise ApiError(400, f"messages: {error}", param="messages", code="template_error") from error
-        if max_tokens is not None and (min_num_tokens := self._tokenizer.min_num_tokens(text)) > max_tokens:
-            raise prompt_too_long(max_tokens, f"at least {min_num_tokens}")
-        return self._encode(text, max_tokens)
 
     def _encode_prediction(self, text: str, max_tokens: int) -> NDArray[np.int32]:
         if (min_num_tokens := self._tokenizer.min_num_tokens(text)) > max_tokens:

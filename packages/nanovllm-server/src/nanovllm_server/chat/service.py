@@ -194,9 +194,8 @@ class Service:
         self, chat: ChatRequest, prompt: Prompt
     ) -> tuple[Prompt, ReasoningState, ReasoningBudget | None]:
         """Returns (prompt, state at its end, budget or None). With a budget, the prompt ends within reasoning."""
-        continued_text = (chat.messages[-1].content or "") if chat.template.continue_final_message else ""
         reasoning = self.model_format.chat_format.reasoning
-        state = self.model_format.reasoning_state(prompt.text, continued_text)
+        state = self.model_format.reasoning_state(prompt.text, prompt.continued_text)
         max_tokens, field_path = chat.reasoning.max_tokens, chat.reasoning.max_tokens_field
         if max_tokens is None or reasoning is None or state == "closed":
             return prompt, state, None

@@ -112,7 +112,7 @@ async def _start(arguments: WorkerArguments) -> Service:
         vocabulary = TextVocabulary(tokenizer.backend)
         chat_format = select_chat_format(arguments, tokenizer.chat_template)
         model_format = ModelFormat(chat_format, vocabulary)
-        renderer = Renderer(tokenizer, chat_format.tool_calls)
+        renderer = Renderer(tokenizer, chat_format.tool_calls, chat_format.reasoning)
         engine: Engine = await connect_task
     except BaseException:
         connect_task.cancel()

@@ -35,6 +35,11 @@ class Message:
     tool_call_id: str | None = None
     tool_calls: tuple[PastToolCall, ...] = ()
 
+    @property
+    def has_only_reasoning(self) -> bool:
+        """Whether the message is an answer that ended within its reasoning."""
+        return self.reasoning is not None and not self.content and not self.tool_calls
+
 
 def parse_messages(body: FieldReader) -> tuple[Message, ...]:
     """Reads the messages. Raises ApiError."""
