@@ -3,8 +3,10 @@ import json
 import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers, processors
+from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from nanovllm_models import ModelError, TemplateError, TemplateValueError, load_tokenizer
+from nanovllm_models.tokenizer import RESERVED_NAMES
 
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
@@ -94,16 +96,20 @@ def test_a_conversation_that_a_template_refuses_is_a_template_error_of_one_line(
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["chat_template", "tokenize", "tools", "conversation"])
-def test_template_values_cannot_have_names_of_transformers_parameters(write_tokenizer, name):
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("chat_template", "tokenize", "tools", "conversation", "conversations", "messages", "self"),
+        *("namespace", "range", "dict", "raise_exception", "strftime_now"),
+    ],
+)
+def test_template_values_cannot_have_reserved_names(write_tokenizer, name):
     with pytest.raises(TemplateValueError, match=f"{name} can't be given"):
         load_tokenizer(write_tokenizer(TEMPLATE)).render_chat(HELLO, template_values={name: "x"})
 
 
-def test_values_for_the_template_cannot_replace_the_messages(write_tokenizer):
-    for name in ("messages", "conversations"):
-        with pytest.raises(TemplateError):
-            load_tokenizer(write_tokenizer(TEMPLATE)).render_chat(HELLO, template_values={name: HELLO})
+def test_names_of_the_template_environment_are_reserved():
+    assert _compile_jinja_template("").environment.globals.keys() <= RESERVED_NAMES
 
 
 def test_a_template_is_sandboxed(write_tokenizer):

@@ -28,6 +28,12 @@ TEMPLATE_FAILURES = (
     ValueError,
 )
 
+# Template variables can't have these names. transformers passes the variables as keyword arguments next to the first
+# three. Jinja and transformers define the other names, and templates use them.
+RESERVED_NAMES = frozenset(
+    ("self", "messages", "conversations", *jinja2.defaults.DEFAULT_NAMESPACE, "raise_exception", "strftime_now")
+)
+
 
 class Tokenizer:
     """A model's tokenizer and chat template.
@@ -51,8 +57,9 @@ class Tokenizer:
         self._length_bound = find_length_bound(self.backend)
         self._hf_tokenizer = hf_tokenizer
         self._chat_template = chat_template
-        # Template variables can't have these names, because `apply_chat_template` takes variables as keyword arguments.
-        self._reserved_names = frozenset(inspect.signature(hf_tokenizer.apply_chat_template).parameters)
+        # `apply_chat_template` takes template variables as keyword arguments next to its own parameters.
+        parameters = inspect.signature(hf_tokenizer.apply_chat_template).parameters
+        self._reserved_names = RESERVED_NAMES.union(parameters)
 
     @property
     def chat_template(self) -> str:
