@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from sse import parse_events
 
 pytestmark = [
     pytest.mark.slow,
@@ -52,10 +53,8 @@ def read_text(body: bytes) -> str:
 
 
 def read_streamed_text(body: bytes) -> str:
-    *events, done = (line for line in body.decode().split("\n\n") if line)
-    assert done == "data: [DONE]"
-    chunks = [json.loads(event.removeprefix("data: ")) for event in events]
-    return "".join(choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"])
+    choices = [choice for chunk in parse_events(body) for choice in chunk["choices"]]
+    return "".join(choice["delta"].get("content") or "" for choice in choices)
 
 
 def read_requests(server) -> list[dict]:

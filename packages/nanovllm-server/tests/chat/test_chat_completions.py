@@ -1,15 +1,9 @@
-import json
 from types import SimpleNamespace
 
 import pytest
+from sse import parse_events
 
 from nanovllm_server.protocol.response import Clock
-
-
-def parse_events(data: bytes) -> list[dict]:
-    assert data.endswith(b"data: [DONE]\n\n")
-    lines = [line for line in data.decode().split("\n\n") if line and not line.startswith(":")]
-    return [json.loads(line.split("data: ", 1)[1]) for line in lines[:-1]]
 
 
 async def test_complete_answer_has_all_fields(post):

@@ -5,12 +5,7 @@ import json
 
 import pytest
 from contract import check_refusal
-
-
-def parse_events(data: bytes) -> list[dict]:
-    lines = [line for line in data.decode().split("\n\n") if line.startswith("data: ")]
-    assert lines.pop() == "data: [DONE]"
-    return [json.loads(line.removeprefix("data: ")) for line in lines]
+from sse import parse_events
 
 
 async def post_complete_and_streamed(post, **fields):

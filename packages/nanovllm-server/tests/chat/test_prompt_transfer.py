@@ -1,10 +1,10 @@
 """`kv_transfer_params` between a prefill server and a decode server."""
 
-import json
 from dataclasses import replace
 
 import pytest
 from contract import check_refusal
+from sse import parse_events
 
 from nanovllm_server.settings import TransferSettings
 
@@ -32,12 +32,6 @@ def prefill_server(service, engine):
 def decode_server(service, engine):
     engine.info = replace(engine.info, transfer_peers=PEERS)
     service.transfer = TransferSettings(role="decode")
-
-
-def parse_events(data: bytes) -> list[dict]:
-    lines = [line for line in data.decode().split("\n\n") if line.startswith("data: ")]
-    assert lines.pop() == "data: [DONE]"
-    return [json.loads(line.removeprefix("data: ")) for line in lines]
 
 
 async def test_prefill_server_describes_the_computed_prompt(prefill_server, post, engine):

@@ -1,8 +1,8 @@
-import json
 from dataclasses import replace
 
 import openai
 import pytest
+from sse import parse_events
 
 from nanovllm_models.chat_formats import DEEPSEEK_R1, HERMES, LLAMA, MINIMAX_M2, QWEN3_CODER, THINK, ChatFormat
 from nanovllm_server.chat.rendering import Renderer
@@ -80,12 +80,6 @@ def make_call(name="get_weather", arguments='{"city": "Paris"}'):
     return {"type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def parse_chunks(data):
-    lines = [line for line in data.decode().split("\n\n") if line]
-    assert lines.pop() == "data: [DONE]"
-    return [json.loads(line.removeprefix("data: ")) for line in lines]
-
-
 def join_chunks(chunks):
     choices = [chunk["choices"][0] for chunk in chunks if chunk["choices"]]
     entries = [entry for choice in choices if choice["logprobs"] for entry in choice["logprobs"]["content"]]
@@ -143,7 +137,7 @@ async def test_stream_equals_complete_answer(post_chat, post, set_reply, engine,
     engine.burst = burst
     stream_fields = {"tools": TOOLS, "stream": True, "stream_options": {"include_usage": True}, **fields}
     response = await post(**stream_fields)
-    chunks = parse_chunks(await response.get_data())
+    chunks = parse_events(await response.get_data())
     assert join_chunks(chunks) == choice
     assert chunks[-1]["usage"] == usage
 
@@ -297,7 +291,7 @@ async def test_partial_stop_string_is_sent_before_a_call(post_chat, set_reply):
 async def test_undecided_text_is_held_back(post, set_reply, engine):
     set_reply(QWEN, "Stomp")
     engine.delay = 0.01
-    chunks = parse_chunks(await (await post(stream=True, stop="Stop")).get_data())
+    chunks = parse_events(await (await post(stream=True, stop="Stop")).get_data())
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
     assert deltas == [{"role": "assistant", "content": ""}, {"content": "Stom"}, {"content": "p"}, {}]
 

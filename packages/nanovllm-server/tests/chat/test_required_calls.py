@@ -1,8 +1,7 @@
 """Required calls that are cut off. The markup of a required call is never content."""
 
-import json
-
 import pytest
+from sse import parse_events
 
 from nanovllm_models.chat_formats import DEEPSEEK_R1, HERMES, LLAMA, MINIMAX_M2, QWEN3_CODER, THINK, ChatFormat
 from nanovllm_server.chat.tool_prompt import write_call
@@ -16,10 +15,8 @@ FORMATS = [HERMES, QWEN3_CODER, MINIMAX_M2, DEEPSEEK_R1, LLAMA]
 
 def join_stream(data):
     content, arguments, finish_reason = None, None, None
-    for line in data.decode().split("\n\n"):
-        if not line.startswith("data: {"):
-            continue
-        (choice,) = json.loads(line.removeprefix("data: "))["choices"]
+    for event in parse_events(data):
+        (choice,) = event["choices"]
         delta, finish_reason = choice["delta"], choice["finish_reason"]
         if delta.get("content") is not None:
             content = (content or "") + delta["content"]

@@ -5,6 +5,7 @@ import json
 
 import openai
 import pytest
+from sse import parse_events
 
 from nanovllm_core.grammar_types import GrammarSpec
 from nanovllm_core.sampling_params import ReasoningBudget
@@ -179,8 +180,7 @@ async def test_finish_reason_depends_on_tool_choice_and_length(
     set_reply(PLAIN_FORMAT, CALL)
     response = await post(tools=TOOLS, tool_choice=tool_choice, max_tokens=max_tokens, stream=stream)
     if stream:
-        events = [line.removeprefix("data: ") for line in (await response.get_data()).decode().split("\n\n") if line]
-        choices = [json.loads(event)["choices"][0] for event in events[:-1]]
+        choices = [event["choices"][0] for event in parse_events(await response.get_data())]
         assert choices[-1]["finish_reason"] == reason
         assert any("tool_calls" in choice["delta"] for choice in choices)
     else:
@@ -355,13 +355,13 @@ async def test_grammar_that_fails_later_is_a_400_of_its_field(post, engine, serv
         await asyncio.sleep(10 * engine.delay)
     engine.refuse_grammar(engine.keys[1], "it takes too long to follow")
     response = await request_task
-    data = (await response.get_data()).decode()
     if stream:
-        data, done, _ = data.partition("event: error\ndata: ")[2].split("\n\n")
-        assert done == "data: [DONE]"
+        data = await response.get_data()
+        assert b"\n\nevent: error\n" in data
+        error = parse_events(data)[-1]["error"]
     else:
         assert response.status_code == 400
-    error = json.loads(data)["error"]
+        error = (await response.get_json())["error"]
     assert (error["param"], error["code"]) == ("structured_outputs.regex", "invalid_grammar")
     async with asyncio.timeout(30):
         while engine.num_active > 1 or service.admission.num_active:

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 import pytest
 from loopback import connect, expire_after_first_token, until
+from sse import parse_events
 
 from nanovllm_server import cli
 from nanovllm_server.http.app import create_app
@@ -171,11 +172,10 @@ async def test_timeout_in_mid_stream_is_an_error_event(post, engine, service):
     answer = asyncio.create_task(post(stream=True, timeout=30))
     await expire_after_first_token(service)
     data = await (await answer).get_data()
-    *_, error, done = data.decode().split("\n\n")[:-1]
-    assert data.startswith(b"data: {")
-    assert error.startswith("event: error\ndata: ")
-    assert json.loads(error.split("data: ")[1])["error"]["code"] == "deadline_exceeded"
-    assert done == "data: [DONE]"
+    first, *_, last = parse_events(data)
+    assert first["choices"]
+    assert b"\n\nevent: error\n" in data
+    assert last["error"]["code"] == "deadline_exceeded"
     assert service.admission.num_active == 0
     assert engine.num_active == 0
 
