@@ -3,15 +3,24 @@ import multiprocessing
 from dataclasses import replace
 
 import numpy as np
+import pytest
 import toy_model
 from guest import occupy
 from toy_model import toy_spec
 
-from nanovllm_core import EngineClient, EngineConfig, Request, SamplingParams
+from nanovllm_core import EngineClient, EngineConfig, GrammarError, Request, SamplingParams
 from nanovllm_core.engine import wire
 from nanovllm_core.engine.output_buffers import OutputBuffer, OutputBuffers
 from nanovllm_core.engine.server import split_by_client
-from nanovllm_core.outputs import DraftTotals, PromptLogprobs, RequestFinish, RequestOutput, StepOutputs, TokenLogprobs
+from nanovllm_core.outputs import (
+    DraftTotals,
+    PromptLogprobs,
+    RequestFailure,
+    RequestFinish,
+    RequestOutput,
+    StepOutputs,
+    TokenLogprobs,
+)
 
 CONFIG = EngineConfig(device="cpu", num_blocks=128, max_num_seqs=8)
 
@@ -166,6 +175,21 @@ def test_unread_outputs_are_merged_into_one():
     assert not buffers.close(9), "the finished request is still open"
     buffers.fail_all("gone")
     assert listener.failure is None
+
+
+def test_reader_wakes_again_for_a_grammar_failure_behind_tokens():
+    buffers, listener = OutputBuffers(), CountingListener()
+    buffer = OutputBuffer(Request("a", [1, 2, 3], SamplingParams()), listener)
+    buffers.open(9, buffer)
+    # Both steps end before the reader runs, so it has seen both notifications when it takes the tokens.
+    buffers.dispatch(StepOutputs([9], [7]))
+    buffers.dispatch(StepOutputs(failures=[RequestFailure(9, "too slow")]))
+    assert listener.num_wakes == 2
+    assert buffer.take().new_token_ids == (7,)
+    assert listener.num_wakes == 3
+    with pytest.raises(GrammarError, match="too slow"):
+        buffer.take()
+    assert listener.num_wakes == 3
 
 
 def test_prompt_logprobs_come_once_with_the_first_token():

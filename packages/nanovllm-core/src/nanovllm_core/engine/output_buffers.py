@@ -16,7 +16,7 @@ class OutputListener(Protocol):
     """Receives notifications about one request, on the event loop's thread. The methods must not raise."""
 
     def wake(self) -> None:
-        """Called when the request has new output."""
+        """Called when the request has new output or its grammar has failed."""
 
     def fail(self, reason: str) -> None:
         """Called when the engine has died."""
@@ -55,6 +55,9 @@ class OutputBuffer:
         self._num_output_tokens += len(tokens)
         if logprobs:
             self.logprobs = []
+        if self.grammar_failure is not None:
+            # The notification of the failure may have come before this call: the next call must raise.
+            self.listener.wake()
         return RequestOutput(
             request.id,
             tuple(tokens),
