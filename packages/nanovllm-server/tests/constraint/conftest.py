@@ -104,7 +104,8 @@ def draw_answers(walker):
         model_format = ModelFormat(form, walker.vocabulary)
         body = FieldReader(fields)
         tools = parse_tools(body)
-        constraint = constrain(parse_answer_rule(body), tools, model_format, model_format.reasoning_state(prompt))
+        answer_rule = parse_answer_rule(body)
+        constraint = constrain(answer_rule, tools, model_format, model_format.reasoning_state(prompt))
         assert constraint is not None
         random = Random(seed)
         grammar = walker.compile(constraint.spec)
@@ -112,7 +113,10 @@ def draw_answers(walker):
             tokens, finished = walker.draw(grammar, random, goals)
             schemas = None if tools is None else tools.type_schemas(grammar.parameter_types)
             parser = model_format.make_parser(
-                model_format.reasoning_state(prompt), schemas, calls_only_at_start=constraint.calls_only_at_start
+                model_format.reasoning_state(prompt),
+                schemas,
+                calls_only_at_start=constraint.calls_only_at_start,
+                is_content_constrained=answer_rule is not None,
             )
             detokenizer = Detokenizer(walker.vocabulary, model_format.tag_ids(schemas))
             pieces = [*map(detokenizer.push, tokens), detokenizer.finish()]

@@ -342,6 +342,29 @@ async def test_disconnect_during_compilation_frees_everything(url, engine, servi
     assert not service.running
 
 
+@pytest.mark.parametrize("burst", [None, 1, 3, 100])
+@pytest.mark.parametrize(
+    ("opening", "reply", "content"),
+    [
+        ("", "<think>\nHm.\n</think>\n\n yes", " yes"),
+        ("<think>\n", "Hm.\n</think>\n  no\n", "  no\n"),
+        ("", " yes", " yes"),
+        ("<think>\n\n</think>\n\n", "<think>", "<think>"),
+    ],
+)
+async def test_content_is_one_of_the_choices(post, engine, set_reply, opening, reply, content, burst):
+    set_reply(THINKING_FORMAT, reply)
+    fields = {"structured_outputs": {"choice": [" yes", "  no\n", "<think>"]}}
+    fields["chat_template_kwargs"] = {"opening": opening}
+    if burst is None:
+        message = (await (await post(**fields)).get_json())["choices"][0]["message"]
+        assert message["content"] == content
+        return
+    engine.burst = burst
+    events = parse_events(await (await post(**fields, stream=True)).get_data())
+    assert "".join(event["choices"][0]["delta"].get("content") or "" for event in events) == content
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_grammar_that_fails_later_is_a_400_of_its_field(post, engine, service, stream):
     engine.endless = True

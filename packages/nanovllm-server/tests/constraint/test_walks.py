@@ -149,6 +149,7 @@ def test_answer_is_schema_json_or_calls(draw_answers, name, state):
     [
         ({"regex": "(yes|no), [a-z]{3,8}"}, "(yes|no), [a-z]{3,8}"),
         ({"choice": ["red", "green", 'a (b) \\ "c"']}, re.escape("red") + "|green|" + re.escape('a (b) \\ "c"')),
+        ({"choice": [" yes", "  no ", "\tmaybe\n"]}, " yes|  no |\tmaybe\n"),
         ({"grammar": 'root ::= "a" digits "b"\ndigits ::= [0-9]{1,3}'}, "a[0-9]{1,3}b"),
         (
             {
@@ -164,7 +165,7 @@ def test_answer_is_schema_json_or_calls(draw_answers, name, state):
             "<[xy]{2}>",
         ),
     ],
-    ids=["regex", "choice", "grammar", "tag"],
+    ids=["regex", "choice", "whitespace", "grammar", "tag"],
 )
 @pytest.mark.parametrize("state", PROMPTS)
 def test_text_matches_the_requested_format(draw_answers, state, structured_outputs, pattern):

@@ -39,8 +39,8 @@ class ParsedAnswer:
     calls: list[tuple[str, ...]] = field(default_factory=list)
 
 
-def parse_pieces(form, pieces, *, starts_in_reasoning=False, tools=TOOLS, calls_only_at_start=False) -> ParsedAnswer:
-    parser = Parser(form, starts_in_reasoning=starts_in_reasoning, tools=tools, calls_only_at_start=calls_only_at_start)
+def parse_pieces(form, pieces, *, tools=TOOLS, **options) -> ParsedAnswer:
+    parser = Parser(form, tools=tools, **options)
     answer = ParsedAnswer()
     events = [event for piece in pieces for event in parser.push(piece)] + parser.finish()
     calls: list[list[str]] = []

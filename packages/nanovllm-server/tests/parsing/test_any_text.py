@@ -29,12 +29,13 @@ def answers(draw):
     return form, "".join(draw(st.lists(st.one_of(word, word, cut_word), max_size=30)))
 
 
-@given(answer=answers(), starts_in_reasoning=st.booleans(), calls_only_at_start=st.booleans(), data=st.data())
-def test_events_do_not_depend_on_the_pieces(parse_answer, answer, starts_in_reasoning, calls_only_at_start, data):
+@given(answer=answers(), flags=st.tuples(*[st.booleans()] * 3), data=st.data())
+def test_events_do_not_depend_on_the_pieces(parse_answer, answer, flags, data):
     form, text = answer
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=12)))
     pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-    options = {"starts_in_reasoning": starts_in_reasoning, "calls_only_at_start": calls_only_at_start}
+    names = ("starts_in_reasoning", "calls_only_at_start", "is_content_constrained")
+    options = dict(zip(names, flags, strict=True))
     expected = parse_answer(form, [text], **options)
     assert parse_answer(form, pieces, **options) == expected
     assert parse_answer(form, text, **options) == expected

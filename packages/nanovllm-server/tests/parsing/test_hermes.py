@@ -201,3 +201,21 @@ def test_without_tools_a_call_is_text(check):
 def test_without_reasoning_its_tags_are_text(check):
     form = ChatFormat(None, HERMES)
     check(form, f"<think>a</think>\n{CALL}", "", "<think>a</think>", [CALLED])
+
+
+CONSTRAINED = {
+    "whitespace of the content": ("<think>\nHm.\n</think>\n\n yes ", "Hm.", " yes ", []),
+    "one line break": ("<think>\nHm.\n</think>\n\tyes", "Hm.", "\tyes", []),
+    "no line break": ("<think>\nHm.\n</think>  yes", "Hm.", "  yes", []),
+    "a third line break": ("<think>\nHm.\n</think>\n\n\nyes", "Hm.", "\nyes", []),
+    "only whitespace as content": ("<think>\nHm.\n</think>\n\n \n", "Hm.", " \n", []),
+    "nothing after reasoning": ("<think>\nHm.\n</think>\n\n", "Hm.", "", []),
+    "no reasoning": ("\n\n yes", "", "\n\n yes", []),
+    "a tag after whitespace": (" <think>yes</think>", "", " <think>yes</think>", []),
+    "a call": (f"<think>\nHm.\n</think>\n\n{CALL}\n", "Hm.", "", [CALLED]),
+}
+
+
+@pytest.mark.parametrize("case", CONSTRAINED.values(), ids=CONSTRAINED)
+def test_constrained_content_keeps_its_whitespace(check, case):
+    check(FORM, *case, is_content_constrained=True)

@@ -280,7 +280,11 @@ class Service:
             is_function_named=chat.tools is not None and chat.tools.mode == "named",
         )
         make_parser = partial(
-            self.model_format.make_parser, reasoning_state, tools, calls_only_at_start=calls_only_at_start
+            self.model_format.make_parser,
+            reasoning_state,
+            tools,
+            calls_only_at_start=calls_only_at_start,
+            is_content_constrained=chat.answer_rule is not None,
         )
         return [
             OutputAssembler(index, self.vocabulary, chat.sampling, make_parser(), options) for index in range(chat.n)

@@ -26,6 +26,7 @@ from nanovllm_server.constraint.call_grammar import (
     text_and_calls_grammar,
 )
 from nanovllm_server.parsing.model_format import ModelFormat, ReasoningState
+from nanovllm_server.parsing.parser import MAX_LINE_BREAKS_AFTER_REASONING
 from nanovllm_server.protocol.answer import AnswerRule, ChoiceAnswer, GrammarAnswer, JsonAnswer, RegexAnswer, TagAnswer
 from nanovllm_server.protocol.error import ApiError
 from nanovllm_server.protocol.json import JSON
@@ -33,7 +34,7 @@ from nanovllm_server.protocol.tools import Function, Toolbox
 
 MAX_GRAMMAR_BYTES = 1 << 20
 # Text that may separate the reasoning from the content or calls.
-LINE_BREAKS = regex(r"\n{0,2}")
+LINE_BREAKS = regex(rf"\n{{0,{MAX_LINE_BREAKS_AFTER_REASONING}}}")
 
 
 @dataclass(frozen=True, slots=True)

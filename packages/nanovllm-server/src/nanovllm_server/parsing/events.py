@@ -113,10 +113,10 @@ class EventCollector:
         if trimmed_text := self._reasoning.push(text):
             self._events.append(ReasoningText(trimmed_text))
 
-    def end_reasoning(self) -> None:
-        """Ends the reasoning, and drops the whitespace after it."""
+    def end_reasoning(self, *, skips_whitespace: bool) -> None:
+        """Ends the reasoning, and drops the whitespace at its end. skips_whitespace: also the whitespace after it."""
         self._reasoning.drop()
-        self._content.skips_leading = True
+        self._content.skips_leading = skips_whitespace
 
     def add_content(self, text: str) -> None:
         """Adds text to the content."""

@@ -51,17 +51,29 @@ class ModelFormat:
         return "undecided"
 
     def make_parser(
-        self, reasoning_state: ReasoningState, tools: SchemasByFunction | None, *, calls_only_at_start: bool = False
+        self,
+        reasoning_state: ReasoningState,
+        tools: SchemasByFunction | None,
+        *,
+        calls_only_at_start: bool = False,
+        is_content_constrained: bool = False,
     ) -> Parser:
         """Makes the parser of one answer.
 
-        reasoning_state: state at the end of the prompt. tools: None to treat tool calls as content.
+        reasoning_state: state at the end of the prompt.
+        tools: None to treat tool calls as content.
+        calls_only_at_start, is_content_constrained: see `Parser`.
         """
+        chat_format = self.chat_format
+        if is_content_constrained and reasoning_state == "closed":
+            # The grammar allows no reasoning, so a tag of reasoning is content.
+            chat_format = ChatFormat(None, chat_format.tool_calls)
         return Parser(
-            self.chat_format,
+            chat_format,
             starts_in_reasoning=reasoning_state == "open",
             tools=tools,
             calls_only_at_start=calls_only_at_start,
+            is_content_constrained=is_content_constrained,
         )
 
 

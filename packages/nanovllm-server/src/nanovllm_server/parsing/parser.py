@@ -10,6 +10,8 @@ from nanovllm_server.parsing.source import ReadGenerator, Source
 
 # Maximum number of characters that are parsed at a time, which keeps each search for tags short.
 MAX_PIECE_LENGTH = 4096
+# Grammars of answers allow as many line breaks between the end tag of reasoning and the content.
+MAX_LINE_BREAKS_AFTER_REASONING = 2
 
 
 class Parser:
@@ -18,6 +20,7 @@ class Parser:
     starts_in_reasoning: the prompt ends within reasoning.
     tools: schemas of the functions that the model may call; None: text that looks like a call is content.
     calls_only_at_start: if the answer does not begin with a call, text that looks like a call is content.
+    is_content_constrained: the content follows a grammar. Only line breaks of this grammar separate it from reasoning.
     """
 
     def __init__(
@@ -27,6 +30,7 @@ class Parser:
         starts_in_reasoning: bool = False,
         tools: SchemasByFunction | None = None,
         calls_only_at_start: bool = False,
+        is_content_constrained: bool = False,
     ):
         self._source = Source()
         if chat_format.tool_calls is None or tools is None:
@@ -36,6 +40,7 @@ class Parser:
             self._collector = EventCollector(allows_calls=True)
             self._call_reader = make_reader(chat_format.tool_calls, self._source, self._collector, tools)
         self._calls_only_at_start = calls_only_at_start
+        self._is_content_constrained = is_content_constrained
         self._read_generator = self._read(chat_format.reasoning, starts_in_reasoning)
         self._in_reasoning = False
         self._in_content = False
@@ -101,7 +106,9 @@ class Parser:
     def _read_reasoning(self, reasoning_format: ReasoningFormat, starts_in_reasoning: bool) -> ReadGenerator[None]:
         source, collector = self._source, self._collector
         source.start_recording()
-        yield from source.skip_whitespace()
+        # A grammar allows an opening tag only at the very beginning. Later tags are content.
+        if starts_in_reasoning or not self._is_content_constrained:
+            yield from source.skip_whitespace()
         # Some models repeat the tag with which the prompt ends.
         has_begin_tag = yield from source.read_literal(reasoning_format.begin)
         recorded_text = source.stop_recording()
@@ -116,10 +123,13 @@ class Parser:
         while (tag := (yield from source.read_until(tags, collector.add_reasoning))) is not None:
             if tag == reasoning_format.end:
                 yield from source.read_literal(tag)
-                collector.end_reasoning()
+                collector.end_reasoning(skips_whitespace=not self._is_content_constrained)
                 break
             if call_reader is not None and (yield from call_reader.read_consecutive_calls(collector.add_reasoning)):
                 break
         else:
             return
         self._in_reasoning = False
+        if self._is_content_constrained:
+            for _ in range(MAX_LINE_BREAKS_AFTER_REASONING):
+                yield from source.read_literal("\n")
