@@ -25,6 +25,8 @@ ANSWERS = {
     "nothing": (QWEN, ""),
     "a call": (QWEN, CALL),
     "everything": (QWEN, f"<think>\nHm.\n</think>\n\nFirst.\n{CALL}\n{PING}\nThen."),
+    "reasoning after a call": (QWEN, f"<think>\nMaybe {CALL} but not yet.\n</think>\n\nHello."),
+    "text after a call in reasoning": (QWEN, f"<think>\nMaybe.\n{CALL}\nThen. {PING}\nDone."),
     "no call": (QWEN, "<tool_call>no</tool_call>\n"),
     "coder": (
         ChatFormat(None, QWEN3_CODER),
@@ -180,6 +182,14 @@ async def test_reasoning_and_content_are_separate_fields(post_chat, set_reply):
     assert choice["finish_reason"] == "stop"
     assert usage["completion_tokens_details"]["reasoning_tokens"] == len("<think>\nHm.\n</think>")
     assert usage["completion_tokens"] == len("<think>\nHm.\n</think>\n\nHello.") + 1
+
+
+async def test_end_tag_after_a_call_in_reasoning_is_not_content(post_chat, set_reply):
+    set_reply(QWEN, f"<think>\nMaybe {CALL} but rather not.\n</think>\n\nHello")
+    choice, _ = await post_chat(stop="not")
+    message = choice["message"]
+    assert (message["reasoning"], message["content"]) == ("Maybe but rather not.", "Hello")
+    assert message["tool_calls"] == [make_call()]
 
 
 async def test_unfinished_reasoning_has_no_content(post_chat, set_reply):

@@ -47,7 +47,7 @@ def parse_pieces(form, pieces, *, tools=TOOLS, **options) -> ParsedAnswer:
     for event in events:
         match event:
             case ReasoningText(text):
-                assert not calls
+                assert not calls or len(calls[-1]) == 2
                 answer.reasoning += text
             case ContentText(text):
                 answer.content += text

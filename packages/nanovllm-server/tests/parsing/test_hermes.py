@@ -96,6 +96,38 @@ CASES = {
     ),
     "a call ends reasoning that has no end": (f"<think>\nHm.\n{CALL}", "Hm.", "", [CALLED]),
     "text after a call that ends reasoning": (f"<think>Hm.\n{CALL}\nSo.", "Hm.", "So.", [CALLED]),
+    "reasoning that goes on after a call": (
+        f"<think>\nMaybe {CALL} but rather not.\n</think>\n\nHello",
+        "Maybe but rather not.",
+        "Hello",
+        [CALLED],
+    ),
+    "reasoning that begins with a call": (f"<think>\n{CALL}\nNo.\n</think>\n\nHello", "No.", "Hello", [CALLED]),
+    "an end tag right after a call in reasoning": (f"<think>\nHm.\n{CALL}\n</think>\n\nHi", "Hm.", "Hi", [CALLED]),
+    "a call after reasoning that goes on": (
+        f"<think>\nHm {CALL} no.\n</think>\n\nHi\n{CALL}",
+        "Hm no.",
+        "Hi",
+        [CALLED, CALLED],
+    ),
+    "two calls and text in reasoning": (
+        f"<think>\na {CALL} b {CALL} c\n</think>\n\nHello",
+        "a c",
+        "b\n\nHello",
+        [CALLED, CALLED],
+    ),
+    "a tag that begins no call after a call in reasoning": (
+        f"<think>\na {CALL} b <tool_call> c\n</think>\n\nHello",
+        "a b <tool_call> c",
+        "Hello",
+        [CALLED],
+    ),
+    "an end tag after reasoning that goes on": (
+        f"<think>a {CALL} b</think>c</think>d",
+        "a b",
+        "c</think>d",
+        [CALLED],
+    ),
     "a tag that begins no call in reasoning": (
         f"<think>I use <tool_call> now. <tool_call>{{}}\n</think>\n{CALL}",
         "I use <tool_call> now. <tool_call>{}",

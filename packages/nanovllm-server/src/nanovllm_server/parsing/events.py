@@ -95,6 +95,10 @@ class EventCollector:
         self.num_calls = 0
         self.in_call = False
         self._events: list[Event] = []
+        # Whether reasoning has begun whose end tag has not come yet.
+        self._is_reasoning_open = False
+        # Text after a call within reasoning: reasoning if the end tag still comes, else content.
+        self._undecided_pieces: list[str] = []
         self._reasoning = WhitespaceTrimmer(holds_trailing=True, skips_leading=True)
         self._content = WhitespaceTrimmer(holds_trailing=allows_calls, skips_leading=False)
 
@@ -108,6 +112,10 @@ class EventCollector:
         events, self._events = self._events, []
         return events
 
+    def begin_reasoning(self) -> None:
+        """Begins the reasoning. Until `end_reasoning`, `add_content` holds text back."""
+        self._is_reasoning_open = True
+
     def add_reasoning(self, text: str) -> None:
         """Adds text to the reasoning."""
         if trimmed_text := self._reasoning.push(text):
@@ -115,16 +123,23 @@ class EventCollector:
 
     def end_reasoning(self, *, skips_whitespace: bool) -> None:
         """Ends the reasoning, and drops the whitespace at its end. skips_whitespace: also the whitespace after it."""
+        self._is_reasoning_open = False
+        self.add_reasoning(self._take_undecided_text())
         self._reasoning.drop()
-        self._content.skips_leading = skips_whitespace
+        # After content, whitespace stays. Only a second call within the reasoning makes content come before its end.
+        self._content.skips_leading = skips_whitespace and not self._content.has_text
 
     def add_content(self, text: str) -> None:
-        """Adds text to the content."""
-        if trimmed_text := self._content.push(text):
-            self._events.append(ContentText(trimmed_text))
+        """Adds text to the content. Holds the text back until it is certain that the text is not reasoning."""
+        if self._is_reasoning_open:
+            self._undecided_pieces.append(text)
+        else:
+            self._push_content(text)
 
     def begin_call(self, name: str) -> None:
         """Begins a call of the function `name`, and drops the whitespace before the call."""
+        # The call must not wait for the end tag, so the text before it becomes content.
+        self._push_content(self._take_undecided_text())
         self._reasoning.drop()
         self._content.drop()
         self.in_call = True
@@ -146,8 +161,18 @@ class EventCollector:
 
     def finish(self) -> None:
         """Ends the answer."""
+        self._push_content(self._take_undecided_text())
         if reasoning := self._reasoning.flush():
             self._events.append(ReasoningText(reasoning))
         content = self._content.flush()
         if content and not self.num_calls:
             self._events.append(ContentText(content))
+
+    def _take_undecided_text(self) -> str:
+        undecided_text = "".join(self._undecided_pieces)
+        self._undecided_pieces.clear()
+        return undecided_text
+
+    def _push_content(self, text: str) -> None:
+        if trimmed_text := self._content.push(text):
+            self._events.append(ContentText(trimmed_text))

@@ -83,14 +83,23 @@ class Parser:
         return self._collector.take_events()
 
     def _read(self, reasoning_format: ReasoningFormat | None, starts_in_reasoning: bool) -> ReadGenerator[None]:
+        # The end tag of reasoning that a call has interrupted.
+        awaited_end_tag: str | None = None
         if reasoning_format is not None:
-            yield from self._read_reasoning(reasoning_format, starts_in_reasoning)
+            awaited_end_tag = yield from self._read_reasoning(reasoning_format, starts_in_reasoning)
         self._in_content = True
         begin_texts = () if self._call_reader is None else self._call_reader.begin_texts
         if self._calls_only_at_start and not (yield from self._begins_with(begin_texts)):
             begin_texts = ()
-        while (yield from self._source.read_until(begin_texts, self._collector.add_content)) is not None:
-            if self._call_reader is not None:
+        while True:
+            tags = begin_texts if awaited_end_tag is None else (awaited_end_tag, *begin_texts)
+            tag = yield from self._source.read_until(tags, self._collector.add_content)
+            if tag is None:
+                return
+            if tag == awaited_end_tag:
+                yield from self._read_end_tag(tag)
+                awaited_end_tag = None
+            elif self._call_reader is not None:
                 yield from self._call_reader.read_consecutive_calls(self._collector.add_content)
 
     def _begins_with(self, tags: tuple[str, ...]) -> ReadGenerator[bool]:
@@ -103,7 +112,10 @@ class Parser:
                 return True
         return False
 
-    def _read_reasoning(self, reasoning_format: ReasoningFormat, starts_in_reasoning: bool) -> ReadGenerator[None]:
+    def _read_reasoning(
+        self, reasoning_format: ReasoningFormat, starts_in_reasoning: bool
+    ) -> ReadGenerator[str | None]:
+        """Reads reasoning up to its end tag or a call. Returns the end tag if a call came first, else None."""
         source, collector = self._source, self._collector
         source.start_recording()
         # A grammar allows an opening tag only at the very beginning. Later tags are content.
@@ -114,22 +126,26 @@ class Parser:
         recorded_text = source.stop_recording()
         if not (has_begin_tag or starts_in_reasoning):
             collector.add_content(recorded_text)
-            return
+            return None
         self.has_reasoning = self._in_reasoning = True
+        collector.begin_reasoning()
         call_reader = self._call_reader
         if call_reader is not None and not call_reader.call_format.ends_reasoning:
             call_reader = None
         tags = (reasoning_format.end, *call_reader.begin_texts) if call_reader is not None else (reasoning_format.end,)
         while (tag := (yield from source.read_until(tags, collector.add_reasoning))) is not None:
             if tag == reasoning_format.end:
-                yield from source.read_literal(tag)
-                collector.end_reasoning(skips_whitespace=not self._is_content_constrained)
-                break
+                yield from self._read_end_tag(tag)
+                return None
             if call_reader is not None and (yield from call_reader.read_consecutive_calls(collector.add_reasoning)):
-                break
-        else:
-            return
+                self._in_reasoning = False
+                return reasoning_format.end
+        return None
+
+    def _read_end_tag(self, tag: str) -> ReadGenerator[None]:
+        yield from self._source.read_literal(tag)
         self._in_reasoning = False
+        self._collector.end_reasoning(skips_whitespace=not self._is_content_constrained)
         if self._is_content_constrained:
             for _ in range(MAX_LINE_BREAKS_AFTER_REASONING):
-                yield from source.read_literal("\n")
+                yield from self._source.read_literal("\n")
