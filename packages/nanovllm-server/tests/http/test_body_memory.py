@@ -1,5 +1,6 @@
 import asyncio
 import json
+from random import Random
 
 import pytest
 from loopback import connect, until
@@ -7,7 +8,7 @@ from loopback import connect, until
 from nanovllm_server import cli
 from nanovllm_server.http import body_memory
 from nanovllm_server.http.app import create_app
-from nanovllm_server.http.body_memory import MIN_COUNTED_BYTES, BodyMemory
+from nanovllm_server.http.body_memory import MAX_UNCOUNTED_BYTES, BodyMemory
 from nanovllm_server.observability.request_body import RequestBody
 from nanovllm_server.protocol.error import ApiError
 from nanovllm_server.settings import SettingsError
@@ -27,7 +28,8 @@ class Holder:
         self.task = asyncio.create_task(self._run())
 
     async def _run(self) -> None:
-        async with self._memory.hold(self._num_bytes):
+        with self._memory.hold(self._num_bytes) as share:
+            await share.grow(self._num_bytes)
             self.is_holding = True
             await self.release.wait()
 
@@ -47,11 +49,49 @@ async def test_bodies_wait_in_order_until_memory_is_free():
     assert memory.num_free_bytes == 4 * MIB
 
 
-async def test_small_bodies_never_wait():
-    memory = BodyMemory(MIB)
-    async with memory.hold(MIB), memory.hold(MIN_COUNTED_BYTES - 1):
+async def test_bodies_get_memory_only_if_earlier_bodies_still_fit():
+    memory = BodyMemory(4 * MIB)
+    with memory.hold(3 * MIB) as first, memory.hold(3 * MIB) as second, memory.hold(MIB) as third:
+        await first.grow(MIB)
+        await second.grow(MIB)
+        # The second body would take memory that the first body may need.
+        second_task = asyncio.create_task(second.grow(3 * MIB))
+        third_task = asyncio.create_task(third.grow(MIB))
+        await asyncio.sleep(0.01)
+        assert not any(task.done() for task in (second_task, third_task))
+        await first.grow(3 * MIB)
         assert memory.num_free_bytes == 0
-    assert memory.num_free_bytes == MIB
+        first.shrink(2 * MIB)
+        await asyncio.sleep(0.01)
+        assert not any(task.done() for task in (second_task, third_task))
+        first.shrink(0)
+        await second_task
+        await third_task
+        assert memory.num_free_bytes == 0
+    assert memory.num_free_bytes == 4 * MIB
+
+
+async def test_bodies_that_grow_at_once_all_arrive():
+    random = Random(0)
+    memory = BodyMemory(32)
+    num_grown = 0
+
+    async def receive(max_bytes: int) -> None:
+        nonlocal num_grown
+        with memory.hold(max_bytes) as share:
+            num_bytes = 1
+            while num_bytes < max_bytes:
+                num_bytes = min(2 * num_bytes, max_bytes)
+                await share.grow(num_bytes)
+                assert memory.num_free_bytes >= 0
+                await asyncio.sleep(random.choice((0, 0, 0.001)))
+            num_grown += 1
+            share.shrink(random.randint(0, max_bytes))
+            await asyncio.sleep(0)
+
+    await asyncio.gather(*(receive(random.randint(1, 32)) for _ in range(300)))
+    assert num_grown == 300
+    assert memory.num_free_bytes == 32
 
 
 @pytest.mark.parametrize("when", ["waiting", "granted", "holding"])
@@ -78,10 +118,10 @@ async def test_cancelled_body_gives_its_memory_back(when):
 async def test_body_that_waits_too_long_is_a_503(monkeypatch):
     monkeypatch.setattr(body_memory, "MAX_WAIT_S", 0.05)
     memory = BodyMemory(MIB)
-    async with memory.hold(MIB):
-        with pytest.raises(ApiError) as refused:
-            async with memory.hold(MIB):
-                pytest.fail("the memory is full")
+    with memory.hold(MIB) as first:
+        await first.grow(MIB)
+        with pytest.raises(ApiError) as refused, memory.hold(MIB) as second:
+            await second.grow(MIB)
     assert (refused.value.status, refused.value.code) == (503, "body_memory_full")
     assert "Retry-After" in refused.value.headers
     assert memory.num_free_bytes == MIB
@@ -89,7 +129,8 @@ async def test_body_that_waits_too_long_is_a_503(monkeypatch):
 
 async def test_share_shrinks_to_the_size_of_the_body():
     memory = BodyMemory(2 * MIB)
-    async with memory.hold(2 * MIB) as share:
+    with memory.hold(2 * MIB) as share:
+        await share.grow(2 * MIB)
         share.shrink(MIB)
         assert memory.num_free_bytes == MIB
         share.shrink(2 * MIB)
@@ -122,8 +163,7 @@ async def test_body_beyond_the_limit_is_dropped():
 async def test_body_is_not_received_while_it_waits_for_memory(service):
     service.max_body_bytes = service.body_memory_bytes = MIB
     app = create_app(service)
-    num_received = 0
-    body = json.dumps({"model": "other", "messages": [{"role": "user", "content": "x" * (MIB // 2)}]}).encode()
+    body = json.dumps({"model": "other", "messages": [{"role": "user", "content": "x" * (3 * MIB // 4)}]}).encode()
     headers = [(b"host", b"x"), (b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
     scope = {
         "type": "http", "http_version": "1.1", "method": "POST", "path": "/v1/chat/completions", "query_string": b"",
@@ -131,20 +171,22 @@ async def test_body_is_not_received_while_it_waits_for_memory(service):
         "server": None, "extensions": {}, "state": {}, "asgi": {"version": "3.0"},
     }  # fmt: skip
     statuses: list[int] = []
+    num_received = [0, 0]
     first_arrives, second_arrives = asyncio.Event(), asyncio.Event()
     second_arrives.set()
+    step = MAX_UNCOUNTED_BYTES // 4
 
-    def make_receive(arrives: asyncio.Event):
-        parts = [part(body, more=False)]
-
+    def make_receive(index: int, arrives: asyncio.Event):
         async def receive():
-            nonlocal num_received
-            num_received += 1
-            await arrives.wait()
-            if not parts:
+            start = num_received[index]
+            # The first client waits before the second half of its body.
+            if start >= len(body) // 2:
+                await arrives.wait()
+            if start >= len(body):
                 # The client stays connected.
                 await asyncio.Event().wait()
-            return parts.pop()
+            num_received[index] += step
+            return part(body[start : start + step], more=start + step < len(body))
 
         return receive
 
@@ -152,14 +194,35 @@ async def test_body_is_not_received_while_it_waits_for_memory(service):
         if event["type"] == "http.response.start":
             statuses.append(event["status"])
 
-    first = asyncio.create_task(app({**scope, "headers": [*headers]}, make_receive(first_arrives), send))
+    first = asyncio.create_task(app({**scope, "headers": [*headers]}, make_receive(0, first_arrives), send))
+    await until(lambda: num_received[0] >= len(body) // 2)
+    second = asyncio.create_task(app({**scope, "headers": [*headers]}, make_receive(1, second_arrives), send))
+    await until(lambda: num_received[1] >= MAX_UNCOUNTED_BYTES)
     await asyncio.sleep(0.05)
-    second = asyncio.create_task(app({**scope, "headers": [*headers]}, make_receive(second_arrives), send))
-    await asyncio.sleep(0.05)
-    assert (num_received, statuses) == (1, [])
+    assert (num_received[1] <= 3 * MAX_UNCOUNTED_BYTES, statuses) == (True, [])
     first_arrives.set()
     await until(lambda: statuses == [404, 404])
     await asyncio.gather(first, second)
+
+
+@pytest.mark.parametrize("num_idle", [2, 100])
+@pytest.mark.parametrize("num_sent", [0, MAX_UNCOUNTED_BYTES])
+async def test_idle_bodies_take_no_memory_from_others(service, serve_at, monkeypatch, num_sent, num_idle):
+    monkeypatch.setattr(body_memory, "MAX_WAIT_S", 0.2)
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: "
+    body = json.dumps({"model": "scripted", "messages": [{"role": "user", "content": "hi"}]}).encode() + b" " * 100_000
+    async with serve_at(create_app(service)) as url, asyncio.timeout(60):
+        idle = [await connect(url) for _ in range(num_idle)]
+        for _, writer in idle:
+            writer.write(head + b"%d\r\n\r\n" % service.max_body_bytes + b"{" + b" " * num_sent)
+            await writer.drain()
+        reader, writer = await connect(url)
+        writer.write(head + b"%d\r\n\r\n" % len(body) + body)
+        status_line = await reader.readline()
+        writer.close()
+        for _, writer in idle:
+            writer.close()
+    assert status_line.startswith(b"HTTP/1.1 200")
 
 
 async def test_small_chunked_bodies_do_not_wait_for_large_ones(service, serve_at, monkeypatch):
@@ -178,7 +241,7 @@ async def test_small_chunked_bodies_do_not_wait_for_large_ones(service, serve_at
     async with serve_at(create_app(service)) as url, asyncio.timeout(60):
         # These bodies are idle: the first has only begun, and the second holds the memory of large bodies.
         idle = [await connect(url) for _ in range(2)]
-        for (_, writer), data in zip(idle, (b"{", large[: 2 * MIN_COUNTED_BYTES]), strict=True):
+        for (_, writer), data in zip(idle, (b"{", large[: 2 * MAX_UNCOUNTED_BYTES]), strict=True):
             writer.write(head + chunk(data))
             await writer.drain()
         for data, status in ((small, b"200"), (large[: MIB // 2], b"503")):
@@ -187,7 +250,7 @@ async def test_small_chunked_bodies_do_not_wait_for_large_ones(service, serve_at
             assert (await reader.readline()).startswith(b"HTTP/1.1 " + status)
             writer.close()
         # A body that is too large is refused although its start was read.
-        idle[1][1].write(chunk(large[2 * MIN_COUNTED_BYTES :]))
+        idle[1][1].write(chunk(large[2 * MAX_UNCOUNTED_BYTES :]))
         assert (await idle[1][0].readline()).startswith(b"HTTP/1.1 413 ")
         for _, writer in idle:
             writer.close()

@@ -49,7 +49,7 @@ class Service:
 
     allowed_hosts: names that the Host header may have besides local and private names.
     allowed_origins: origins whose pages may read the server's answers.
-    body_memory_bytes: maximum memory of all bodies of at least 64 KiB in this worker.
+    body_memory_bytes: maximum memory of all bodies of more than 64 KiB in this worker.
     defaults: values for sampling parameters that a request does not set.
     """
 

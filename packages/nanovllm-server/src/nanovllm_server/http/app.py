@@ -1,8 +1,7 @@
 """The routes of the server. Every exception becomes an error response."""
 
 import asyncio
-from collections.abc import AsyncGenerator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing
 from typing import cast
 
 import orjson
@@ -14,7 +13,7 @@ from werkzeug.exceptions import HTTPException, MethodNotAllowed, NotFound, Reque
 from nanovllm_core import EngineDeadError
 from nanovllm_server.chat.prompt_logprobs import serialize_prompt_logprobs
 from nanovllm_server.chat.service import Service
-from nanovllm_server.http.body_memory import MIN_COUNTED_BYTES, BodyMemory, BodyShare
+from nanovllm_server.http.body_memory import FIRST_PART_BYTES, MAX_UNCOUNTED_BYTES, BodyMemory, BodyShare
 from nanovllm_server.http.cross_origin import CrossOriginPolicy
 from nanovllm_server.http.event_stream import ChatStream
 from nanovllm_server.http.header_checks import check_content_type, check_key, refuse_ambiguous_request
@@ -22,6 +21,7 @@ from nanovllm_server.http.host_check import HostCheck
 from nanovllm_server.http.page import read_page
 from nanovllm_server.http.status_routes import add_status_routes, json_response
 from nanovllm_server.observability.http_exchange import HttpExchange, HttpExchangeMiddleware, get_exchange
+from nanovllm_server.observability.request_body import RequestBody
 from nanovllm_server.protocol.error import ApiError, internal_error, unavailable
 from nanovllm_server.protocol.openapi import openapi_document
 from nanovllm_server.protocol.request import ChatRequest, parse_chat_request
@@ -50,7 +50,7 @@ def create_app(service: Service) -> Quart:
     async def chat_completions() -> Response:
         exchange = get_exchange(cast(HTTPScope, request.scope))
         check_content_type(request.headers.get("Content-Type"), request.headers.get("Content-Encoding"))
-        async with body_memory.hold(await _count_reserved_bytes(service)) as body_share:
+        with body_memory.hold(_max_body_bytes(service)) as body_share:
             chat = await _read_request(service, exchange, body_share, large_body_semaphore)
             generation = await service.start_generation(chat, exchange)
             # Free the memory of the request now, because the answer may take long.
@@ -153,39 +153,42 @@ def _add_static_routes(app: Quart, service: Service) -> None:
     app.add_url_rule("/", view_func=page, methods=["GET"])
 
 
-@asynccontextmanager
-async def _limit_body_time() -> AsyncGenerator[None]:
-    """Raises RequestTimeout if the `async with` block takes longer than `BODY_TIMEOUT_S`."""
-    try:
-        async with asyncio.timeout(BODY_TIMEOUT_S):
-            yield
-    except TimeoutError as error:
-        raise RequestTimeout from error
-
-
-async def _count_reserved_bytes(service: Service) -> int:
-    """Returns how much memory to hold for the body: Content-Length, or 0 without a body.
-
-    For a chunked body, first reads the body's start: returns 0 if the body is small, else max_body_bytes.
-    Raises RequestEntityTooLarge, RequestTimeout.
-    """
+def _max_body_bytes(service: Service) -> int:
+    """Returns the maximum size of the request's body. Raises RequestEntityTooLarge."""
     if request.content_length is None:
-        exchange = get_exchange(cast(HTTPScope, request.scope))
-        if not exchange.is_chunked:
-            return 0
-        async with _limit_body_time():
-            is_complete = await exchange.body.read_start(MIN_COUNTED_BYTES)
-        return 0 if is_complete else service.max_body_bytes
+        return service.max_body_bytes
     if request.content_length > service.max_body_bytes:
         raise RequestEntityTooLarge
     return request.content_length
 
 
+async def _receive_body(body: RequestBody, share: BodyShare, max_bytes: int) -> bytearray:
+    """Receives the body. While the body arrives, `share` grows up to twice the size of the received part.
+
+    Raises RequestEntityTooLarge, RequestTimeout, ApiError (503).
+    """
+    loop = asyncio.get_running_loop()
+    remaining_s = float(BODY_TIMEOUT_S)
+    # Without Content-Length, a body is small until more has arrived.
+    num_bytes = MAX_UNCOUNTED_BYTES if request.content_length is None else FIRST_PART_BYTES
+    while True:
+        start_s = loop.time()
+        try:
+            async with asyncio.timeout(remaining_s):
+                if max(num_bytes, MAX_UNCOUNTED_BYTES) >= share.max_bytes or await body.read_start(num_bytes):
+                    return await body.read(max_bytes)
+        except TimeoutError as error:
+            raise RequestTimeout from error
+        # The time in which the body waits for memory does not count.
+        remaining_s -= loop.time() - start_s
+        num_bytes = min(2 * num_bytes, share.max_bytes)
+        await share.grow(num_bytes)
+
+
 async def _read_request(
     service: Service, exchange: HttpExchange, body_share: BodyShare, large_body_semaphore: asyncio.Semaphore
 ) -> ChatRequest:
-    async with _limit_body_time():
-        data = await exchange.body.read(service.max_body_bytes)
+    data = await _receive_body(exchange.body, body_share, service.max_body_bytes)
     body_share.shrink(len(data))
     if len(data) < MIN_THREADED_BODY_BYTES:
         chat = parse_chat_request(data, service.limits, service.defaults)

@@ -29,10 +29,13 @@ class RequestBody:
     async def read_start(self, num_bytes: int) -> bool:
         """Reads until `num_bytes` or the whole body have arrived. Returns whether the body is complete.
 
-        Afterwards, call `read`.
+        Afterwards, call `read_start` with a larger number, or `read`.
         """
         self._max_bytes, self._start_bytes = sys.maxsize, num_bytes
+        if not self._reading_ended.is_set():
+            self._start_ended.clear()
         self._is_wanted.set()
+        self._check_size()
         await self._start_ended.wait()
         return self._reading_ended.is_set()
 
