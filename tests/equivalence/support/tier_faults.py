@@ -36,7 +36,7 @@ NUM_CONVERSATIONS, MAX_CONCURRENT, MAX_CONVERSATION_TOKENS, OUTPUT_LEN = 12, 5, 
 COMMON_SETTINGS = {"device": "cpu", "dtype": "float32", "block_size": 16, "max_num_seqs": MAX_CONCURRENT}
 TIER_SETTINGS = {"num_blocks": 40, "kv_offload_gib": 0.0004, "kv_offload_disk_gib": 0.0015}
 MAX_FAULT_INTERVAL_S = 0.1
-MAX_WAIT_S = 20.0
+MAX_WAIT_S = 120.0
 NUM_QUIET_ROUNDS = NUM_CONVERSATIONS // 2
 # Faults that last while a file with the fault's name exists beside the directory.
 TEMPORARY_FAULTS = ("fill_disk", "fail_copies")

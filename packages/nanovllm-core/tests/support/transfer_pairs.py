@@ -20,8 +20,9 @@ from nanovllm_core.transfer.prefix_client import PeerConnection
 CONFIG = EngineConfig(device="cpu", num_blocks=60, max_num_seqs=4, kv_offload_gib=0.01)
 PROMPT_LEN, ANSWER_LEN, BLOCK_SIZE = 100, 6, 16
 FETCHED_TOKENS = PROMPT_LEN // BLOCK_SIZE * BLOCK_SIZE
-MAX_WAIT_S = 20.0
-MAX_SILENCE_S = 60.0
+MAX_WAIT_S = 120.0
+# A limit that ends a fetch or lease within MAX_WAIT_S could hide an error.
+MAX_SILENCE_S = 180.0
 CARRIERS = ["shm", "tcp", "nixl"] if sys.platform == "linux" else ["tcp"]
 
 
@@ -35,6 +36,7 @@ def allow_long_silence(patch: pytest.MonkeyPatch) -> None:
     """Let fetches wait long for a peer: a busy machine may stop the engines' process for seconds."""
     patch.setattr(prefix_client, "SILENCE_S", MAX_SILENCE_S)
     patch.setattr(prefix_server, "LEASE_S", MAX_SILENCE_S)
+    patch.setattr(prefix_server, "CLIENT_TIMEOUT_S", MAX_SILENCE_S)
     patch.setattr(fetches, "MAX_DELAY_S", MAX_SILENCE_S)
 
 
