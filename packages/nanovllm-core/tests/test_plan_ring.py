@@ -90,5 +90,5 @@ def check_reader_waits(writer: PlanWriter, reader: PlanReader, message: bytes, l
     time.sleep(0.05)
     assert not received
     writer._data[late] = stored_bytes
-    thread.join(10)
+    thread.join(60)
     assert received == [message]

@@ -20,7 +20,7 @@ def open_files(directory) -> Iterator[Callable[..., BlockFiles]]:
 
     def open_one(max_bytes: int = AMPLE_BYTES, identity: bytes = b"model") -> BlockFiles:
         opened.append(files := BlockFiles(directory, max_bytes, identity, PAYLOAD_BYTES))
-        assert files.indexed.wait(10)
+        assert files.indexed.wait(60)
         return files
 
     yield open_one

@@ -82,13 +82,13 @@ def test_files_that_are_being_written_count_towards_the_limit(open_files, direct
     def rename_late(path: Path, target: Path) -> Path:
         if target.name.startswith(HASHES[0].hex()):
             has_started.set()
-            assert may_end.wait(10)
+            assert may_end.wait(60)
         return rename(path, target)
 
     monkeypatch.setattr(Path, "rename", rename_late)
     thread = threading.Thread(target=files.write, args=(HASHES[0], payload_of(HASHES[0])))
     thread.start()
-    assert has_started.wait(10)
+    assert has_started.wait(60)
     for block_hash in HASHES[1:10]:
         files.write(block_hash, payload_of(block_hash))
         assert sum_sizes(directory) <= max_bytes

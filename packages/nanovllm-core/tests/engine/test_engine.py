@@ -35,7 +35,7 @@ async def collect_last_output(engine: AsyncEngine, request: Request) -> RequestO
 
 
 async def wait_until_idle(engine: AsyncEngine) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while engine.stats.num_requests_running or engine.stats.num_free_blocks < engine.stats.num_blocks:
             await asyncio.sleep(0.01)
 

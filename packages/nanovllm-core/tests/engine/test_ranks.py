@@ -25,6 +25,7 @@ from nanovllm_core import (
     SamplingParams,
 )
 from nanovllm_core.config_resolution import resolve
+from nanovllm_core.engine import ranks
 from nanovllm_core.engine.ranks import RankProcesses
 
 pytestmark = pytest.mark.background
@@ -33,6 +34,15 @@ CONFIG = EngineConfig(device="cpu", num_blocks=64, max_num_seqs=4, tensor_parall
 LIMITS = {"max_model_len": 128, "max_num_batched_tokens": 48}
 RESOLVED = resolve(CONFIG, max_position=toy_model.LONGEST, model_dtype=torch.float32, has_cuda=False)
 MAX_START_S, MAX_END_S = 500, 60
+# Requests that do not end within a test.
+LONG_CONFIG = replace(CONFIG, num_blocks=3 * toy_model.LONG_CONTEXT // 16)
+LONG_SAMPLING = SamplingParams(temperature=0, max_tokens=toy_model.LONG_CONTEXT - 2, ignore_eos=True)
+
+
+@pytest.fixture
+def long_wait_for_reports(monkeypatch) -> None:
+    """The report of a failed rank may come late on a busy machine."""
+    monkeypatch.setattr(ranks, "REPORT_TIMEOUT_S", 60.0)
 
 
 @pytest.fixture(scope="module")
@@ -116,11 +126,11 @@ def test_check_of_ranks_finds_different_hidden_states():
     asyncio.run(run())
 
 
+@pytest.mark.usefixtures("long_wait_for_reports")
 def test_a_killed_rank_fails_open_requests_and_the_engine_in_this_process():
     async def run() -> None:
-        engine = await AsyncEngine.start(toy_model.toy_spec(), CONFIG)
-        sampling = SamplingParams(temperature=0, max_tokens=250, ignore_eos=True)
-        stream = engine.generate(Request("r", [1, 2], sampling))
+        engine = await AsyncEngine.start(toy_model.toy_spec("long"), LONG_CONFIG)
+        stream = engine.generate(Request("r", [1, 2], LONG_SAMPLING))
         await anext(stream)
         (process,) = engine._loop._ranks._processes
         os.kill(process.pid, signal.SIGKILL)
@@ -130,13 +140,14 @@ def test_a_killed_rank_fails_open_requests_and_the_engine_in_this_process():
                 pass
         assert time.monotonic() - start_s < MAX_END_S
         with pytest.raises(EngineDeadError):
-            await anext(engine.generate(Request("s", [1], sampling)))
+            await anext(engine.generate(Request("s", [1], LONG_SAMPLING)))
         await engine.stop()
 
     asyncio.run(run())
     assert asyncio.run(answer_greedily(CONFIG)) == asyncio.run(answer_greedily(replace(CONFIG, tensor_parallel_size=1)))
 
 
+@pytest.mark.usefixtures("long_wait_for_reports")
 def test_a_rank_that_fails_in_a_step_ends_the_engine_with_its_error():
     async def run() -> None:
         engine = await AsyncEngine.start(toy_model.toy_spec("failing rank"), CONFIG)
@@ -147,15 +158,16 @@ def test_a_rank_that_fails_in_a_step_ends_the_engine_with_its_error():
     asyncio.run(run())
 
 
+@pytest.mark.usefixtures("long_wait_for_reports")
 def test_a_rank_that_is_killed_after_the_stop_message_has_failed():
-    ranks = RankProcesses(toy_model.toy_spec(), RESOLVED, None)
+    processes = RankProcesses(toy_model.toy_spec(), RESOLVED, None)
     try:
-        ranks._is_stop_sent = True
-        ranks._processes[0].kill()
+        processes._is_stop_sent = True
+        processes._processes[0].kill()
         with pytest.raises(EngineDeadError, match=r"rank 1 has ended \(exit code -9\)"):
-            ranks.wait_for_failure()
+            processes.wait_for_failure()
     finally:
-        ranks.close()
+        processes.close()
 
 
 def test_no_rank_remains_if_another_rank_can_not_be_started(monkeypatch):
@@ -220,9 +232,8 @@ async def answer_greedily(config: EngineConfig) -> list[int]:
 @pytest.mark.parametrize("victim", ["rank", "engine"])
 def test_a_killed_process_ends_the_engine_and_all_of_its_processes(victim):
     async def run() -> None:
-        engine = await EngineClient.launch(toy_model.toy_spec(), CONFIG)
-        sampling = SamplingParams(temperature=0, max_tokens=250, ignore_eos=True)
-        streams = [engine.generate(Request(f"r{index}", [index, 2], sampling)) for index in range(3)]
+        engine = await EngineClient.launch(toy_model.toy_spec("long"), LONG_CONFIG)
+        streams = [engine.generate(Request(f"r{index}", [index, 2], LONG_SAMPLING)) for index in range(3)]
         for stream in streams:
             await anext(stream)
         engine_pid = engine._owned_process.pid
