@@ -1,5 +1,6 @@
 import asyncio
 import random
+import threading
 from dataclasses import replace
 
 import pytest
@@ -119,7 +120,7 @@ async def serve(toy_spec, compiler, oracle, device: str, settings: dict) -> tupl
     try:
         work = [run_constrained(index, spec) for index, spec in enumerate([*CHECKS] * 6)]
         await asyncio.gather(*work, *map(run_unconstrained, range(8)))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while engine.stats.num_requests_running or engine.stats.num_free_blocks < engine.stats.num_blocks:
                 await asyncio.sleep(0.01)
         return num_complete, engine.stats.num_preemptions
@@ -234,29 +235,40 @@ async def test_a_reasoning_budget_follows_the_grammar(engine, compiler):
 
 
 async def test_hostile_grammars_fail_in_time_and_delay_no_other_request(monkeypatch, toy_spec, oracle):
+    vet, may_end = vetting.Vetter.vet, threading.Event()
+
+    def end_late(vetter, spec):
+        """On a busy machine, the vetting process may refuse the grammar before other requests are answered."""
+        try:
+            return vet(vetter, spec)
+        finally:
+            assert spec != SLOW or may_end.wait(60)
+
     monkeypatch.setattr(vetting, "MAX_SECONDS", 2.0)
+    monkeypatch.setattr(vetting.Vetter, "vet", end_late)
     engine = await AsyncEngine.start(toy_spec(), EngineConfig(**BASE, device="cpu"))
     try:
         await engine.compile_grammar(REGEX)
         slow = [asyncio.create_task(collect(engine, make_request(f"s{i}", [1], SLOW))) for i in range(2)]
-        prompt, rounds = [3, 4], 0
-        while not slow[0].done():
-            outputs = await collect(engine, make_request(f"f{rounds}", prompt, None, temperature=0, ignore_eos=True))
+        prompt = [3, 4]
+        for index in range(4):
+            outputs = await collect(engine, make_request(f"f{index}", prompt, None, temperature=0, ignore_eos=True))
             assert tokens_of(outputs) == oracle(prompt, OUTPUT_LEN)
-            rounds += 1
-        assert rounds > 3
+            assert engine.stats.num_requests_waiting == len(slow)
+        may_end.set()
         for task in slow:
             with pytest.raises(GrammarError, match="takes more than 2 s"):
                 await task
         assert engine.stats.num_requests_waiting == 0
     finally:
+        may_end.set()
         await engine.stop()
 
 
 async def test_a_request_waits_for_its_grammar_and_can_be_aborted_meanwhile(engine):
     stream = engine.generate(make_request("a", [1], SLOW))
     first_output = asyncio.create_task(anext(stream))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not engine.stats.num_requests_waiting:
             await asyncio.sleep(0.01)
     assert not first_output.done()

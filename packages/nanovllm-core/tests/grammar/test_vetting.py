@@ -31,26 +31,32 @@ def strict_vetter():
 
 
 def test_slow_grammar_is_refused_without_delaying_others(strict_vetter):
+    # If a busy machine stops this process, the slow grammars may be refused first.
+    assert any(are_quick_grammars_first(strict_vetter) for _ in range(3))
+
+
+def are_quick_grammars_first(vetter: Vetter) -> bool:
     outcomes: list[str] = []
 
     def refuse() -> None:
         with pytest.raises(GrammarError) as caught:
-            strict_vetter.vet(SLOW)
+            vetter.vet(SLOW)
         outcomes.append(str(caught.value))
 
     slow_threads = [threading.Thread(target=refuse) for _ in range(3)]
     for thread in slow_threads:
         thread.start()
     for _ in range(3):
-        strict_vetter.vet(REGEX)
+        vetter.vet(REGEX)
         outcomes.append("quick")
     for thread in slow_threads:
         thread.join()
-    assert outcomes[:3] == ["quick"] * 3
+    refusals = [outcome for outcome in outcomes if outcome != "quick"]
     assert all(
-        message.startswith("this grammar takes more than 2 s to compile: make it smaller") for message in outcomes[3:]
+        message.startswith("this grammar takes more than 2 s to compile: make it smaller") for message in refusals
     )
-    assert len(outcomes) == 6
+    assert (len(refusals), len(outcomes)) == (3, 6)
+    return outcomes[:3] == ["quick"] * 3
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads /proc")
@@ -121,12 +127,18 @@ def test_vetting_process_and_its_children_end_with_the_parent():
     command = [sys.executable, "-c", PARENT]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": path}) as parent:
         pid = int(parent.stdout.readline())
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 60
         while not child_pids(pid) and time.monotonic() < deadline:
             time.sleep(0.01)
         trial_pids = child_pids(pid)
         assert trial_pids
+        for trial_pid in trial_pids:
+            # A stopped process does not end by itself.
+            os.kill(trial_pid, signal.SIGSTOP)
         parent.kill()
-    while any(map(is_running, (pid, *trial_pids))) and time.monotonic() < deadline:
+    deadline = time.monotonic() + 60
+    while (running_pids := [*filter(is_running, (pid, *trial_pids))]) and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert not any(map(is_running, (pid, *trial_pids)))
+    for running_pid in running_pids:
+        os.kill(running_pid, signal.SIGKILL)
+    assert not running_pids
