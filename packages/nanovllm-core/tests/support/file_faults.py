@@ -16,6 +16,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from ctypes import Array, c_uint64
 from dataclasses import asdict
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
@@ -38,14 +39,22 @@ NUM_PROCESSES, NUM_HASHES, PAYLOAD_BYTES = 4, 60, 1 << 18
 MAX_FILE_BYTES = PAYLOAD_BYTES + 400
 MAX_BYTES = 40 * MAX_FILE_BYTES
 MAX_FAULT_INTERVAL_S = 0.05
+# Number of reads and writes between two faults, if the processes get no processor time in the interval.
+MIN_ACTIONS_PER_FAULT = 30
+MAX_WAIT_S = 60.0
 
 
 def make_payload(identity: bytes, block_hash: bytes) -> bytes:
     return hashlib.shake_128(identity + block_hash).digest(PAYLOAD_BYTES)
 
 
-def use_files(directory: Path, identity: bytes, seed: int, pipe: Connection) -> None:
-    """Write and read random blocks until `pipe` has a message, then send the totals."""
+def use_files(
+    directory: Path, identity: bytes, seed: int, pipe: Connection, num_actions: "Array[c_uint64]", index: int
+) -> None:
+    """Write and read random blocks until `pipe` has a message, then send the totals.
+
+    num_actions: reads and writes of each process. This process has the position `index`.
+    """
     drop_privileges()
     logging.disable()
     # Without this hook, an error in a background thread would only be printed.
@@ -71,6 +80,7 @@ def use_files(directory: Path, identity: bytes, seed: int, pipe: Connection) -> 
             files.write(block_hash, memoryview(payloads[block_hash]))
         elif files.read(block_hash, buffer):
             totals["num_wrong"] += buffer != payloads[block_hash]
+        num_actions[index] += 1
     files.close()
     totals.update(asdict(files.counts))
     pipe.send(totals)
@@ -84,13 +94,14 @@ class Campaign:
         self._names = choose_forever([*FAULTS, "kill"], self._rng)
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload([__name__])
+        self._num_actions = self._context.RawArray(c_uint64, NUM_PROCESSES)
         self._processes = [self._start(index) for index in range(NUM_PROCESSES)]
         self.totals: Counter[str] = Counter()
 
     def _start(self, index: int) -> tuple[ForkServerProcess, Connection]:
         pipe, child_pipe = self._context.Pipe()
         arguments = self._directory, b"%d" % (index % 2), self._rng.getrandbits(32), child_pipe
-        process = self._context.Process(target=use_files, args=arguments)
+        process = self._context.Process(target=use_files, args=(*arguments, self._num_actions, index))
         process.start()
         child_pipe.close()
         # A fault could make a start fail, so wait until the process has started.
@@ -98,7 +109,12 @@ class Campaign:
         return process, pipe
 
     def inject_fault(self) -> None:
+        min_actions = sum(self._num_actions) + MIN_ACTIONS_PER_FAULT
         time.sleep(self._rng.random() * MAX_FAULT_INTERVAL_S)
+        end_s = time.monotonic() + MAX_WAIT_S
+        while sum(self._num_actions) < min_actions:
+            assert time.monotonic() < end_s, f"the processes have not read or written for {MAX_WAIT_S:g} s"
+            time.sleep(0.001)
         name = next(self._names)
         if name == "kill":
             self._kill(self._rng.randrange(NUM_PROCESSES))
