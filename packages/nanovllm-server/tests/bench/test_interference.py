@@ -51,7 +51,9 @@ def with_sizes(options: CaseOptions[InterferenceSizes], **sizes) -> CaseOptions[
 
 
 @pytest.fixture
-def options(url, engine) -> CaseOptions[InterferenceSizes]:
+def options(url, engine, service) -> CaseOptions[InterferenceSizes]:
+    # On a busy machine, more requests are open at the same time.
+    service.admission.capacity = 100
     engine.endless, engine.delay, engine.num_cached_tokens = True, 0.002, 230
     return parse_options(f"{url}/v1", "--seed=1")
 

@@ -1,7 +1,9 @@
 """`nanovllm-bench soak` over a real socket. The test's own process is the server."""
 
 import os
+import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from loopback import until
@@ -20,6 +22,20 @@ MAX_PROMPT_WORDS = 20
 # Prompts of `tools` exceed the scripted engine's context. An exchange of `slow reader` takes seconds.
 QUICK_KINDS = [kind for kind in soak_traffic.KINDS if kind not in ("tools", "slow reader")]
 ANSWERED_KINDS = [kind for kind in QUICK_KINDS if kind not in ("disconnect", "incomplete body")]
+
+
+class ClockWithoutStops:
+    """A clock that advances by at most MAX_STEP_S per call, as if a busy machine did not stop this process."""
+
+    MAX_STEP_S = 0.2
+
+    def __init__(self):
+        self._time_s, self._read_s = 0.0, time.monotonic()
+
+    def read(self) -> float:
+        last_read_s, self._read_s = self._read_s, time.monotonic()
+        self._time_s += min(self._read_s - last_read_s, self.MAX_STEP_S)
+        return self._time_s
 
 
 @pytest.fixture
@@ -83,7 +99,8 @@ async def test_answers_that_are_not_allowed_are_failures(source, exchange, failu
     assert failure in ((await run_exchange(source, exchange)).failure or "")
 
 
-async def test_traffic_is_counted_and_memory_is_sampled(options):
+async def test_traffic_is_counted_and_memory_is_sampled(options, monkeypatch):
+    monkeypatch.setattr(soak_command, "time", SimpleNamespace(monotonic=ClockWithoutStops().read))
     # A busy machine needs more time for the warm-up.
     options = replace(options, duration_s=6, max_warm_up_s=4)
     result = await soak_command.soak(options)
