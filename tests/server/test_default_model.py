@@ -151,7 +151,7 @@ async def test_disconnect_frees_everything(sdk, server, stream):
         while metrics(server)["num_requests_running"] == 0:
             await asyncio.sleep(0.02)
         request_task.cancel()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while metrics(server)["num_requests_running"] or metrics(server)["kv_cache_usage_perc"]:
             await asyncio.sleep(0.05)
 

@@ -48,4 +48,4 @@ def test_wait_ends_with_an_error_after_the_timeout(group_store):
     begin_s = time.monotonic()
     with pytest.raises(RuntimeError, match="timeout"):
         RenumberingStore(group_store, 0).wait(["CUDA/0/1"], timedelta(milliseconds=50))
-    assert time.monotonic() - begin_s < 10
+    assert time.monotonic() - begin_s < 60

@@ -93,7 +93,11 @@ class ScriptedTokenizer:
 
 
 class ScriptedEngine(Engine):
-    """Answers every request with the token ids `reply`. Each output has up to `burst` tokens."""
+    """Answers every request with the token ids `reply`. Each output has up to `burst` tokens.
+
+    endless: repeats `reply` up to the request's max_tokens, also beyond the context. Without max_tokens, only an abort
+        ends the answer.
+    """
 
     def __init__(self) -> None:
         super().__init__(
@@ -197,7 +201,7 @@ class ScriptedEngine(Engine):
     async def _run(self, key: int, request: Request) -> None:
         sampling = request.sampling
         tokens = itertools.cycle(self.reply) if self.endless else iter([*self.reply, EOS])
-        limit = sampling.max_tokens or MAX_MODEL_LEN - request.num_prompt_tokens
+        limit = sampling.max_tokens or (10**9 if self.endless else MAX_MODEL_LEN - request.num_prompt_tokens)
         num_cached_tokens = self.count_cached_tokens(request)
         num_generated = 0
         while num_generated < limit:

@@ -17,6 +17,7 @@ from nanovllm_server.http.app import create_app
 from nanovllm_server.processes.server import bind
 from nanovllm_server.settings import SettingsError, read_template
 
+MAX_ATTEMPTS = 4
 BODY = {"model": "scripted", "messages": [{"role": "user", "content": "hi"}]}
 
 
@@ -246,18 +247,43 @@ async def test_unfinished_request_head_is_cut_off(app, serve_at, partial_head):
         writer.close()
 
 
+async def send_and_read_answer(reader, writer):
+    writer.write(request_bytes())
+    head = await reader.readuntil(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200")
+    await reader.readexactly(int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0]))
+
+
 async def test_idle_connection_is_closed_after_the_keep_alive(app, serve_at):
-    async with serve_at(app, keep_alive_s=0.5) as url:
+    async with serve_at(app, keep_alive_s=0.3) as url:
         reader, writer = await connect(url)
-        for _ in range(3):
-            writer.write(request_bytes())
-            head = await reader.readuntil(b"\r\n\r\n")
-            assert head.startswith(b"HTTP/1.1 200")
-            await reader.readexactly(int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0]))
-            await asyncio.sleep(0.2)
+        await send_and_read_answer(reader, writer)
         async with asyncio.timeout(30):
             assert await reader.read() == b""
         writer.close()
+
+
+async def test_each_request_restarts_the_keep_alive(app, serve_at):
+    """If the test is stopped between two requests for longer than the keep-alive, it tries again."""
+
+    async def send_requests_with_pauses():
+        reader, writer = await connect(url)
+        try:
+            await send_and_read_answer(reader, writer)
+            for _ in range(3):
+                await asyncio.sleep(0.2)
+                await send_and_read_answer(reader, writer)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return False
+        finally:
+            writer.close()
+        return True
+
+    async with serve_at(app, keep_alive_s=0.5) as url:
+        for _ in range(MAX_ATTEMPTS):
+            if await send_requests_with_pauses():
+                return
+    pytest.fail(f"the server closed {MAX_ATTEMPTS} connections in use")
 
 
 async def test_a_stream_outlasts_the_keep_alive(app, engine, serve_at):

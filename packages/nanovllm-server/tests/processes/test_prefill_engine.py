@@ -63,7 +63,7 @@ def engines(monkeypatch) -> FakeEngines:
 
 
 async def wait_until(condition) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.001)
 
