@@ -18,9 +18,11 @@ from pathlib import Path
 import openai
 import pytest
 from messages import WORKER_DIED, WORKER_HANGS, WORKER_IS_NOT_REPLACED
+from stopped_process import stop_process
 
 pytestmark = pytest.mark.slow
 
+MAX_ATTEMPTS = 3
 MESSAGES = [{"role": "user", "content": "hi"}]
 FLAGS = (
     "--http-workers",
@@ -88,6 +90,13 @@ def read_metric(server, name):
     return float(re.search(rf"^nanovllm:{name}(?:{{[^}}]*}})? (\S+)$", get(server, "/metrics")[1], re.MULTILINE)[1])
 
 
+async def wait_for_load(server, num_sequences):
+    """Both workers report the sequences of both."""
+    async with asyncio.timeout(60):
+        while json.loads((await asyncio.to_thread(get, server, "/load"))[1])["server_load"] != num_sequences:
+            await asyncio.sleep(0.01)
+
+
 async def test_two_workers_give_the_same_answers_and_metrics(shared_server):
     texts = await asyncio.gather(*(send_stream_request(shared_server, number, 20) for number in range(16)))
     for number in (0, 7, 15):
@@ -102,7 +111,7 @@ async def test_two_workers_give_the_same_answers_and_metrics(shared_server):
         f"{names[1]} 19.0",
         'generation_tokens_total{model_name="tiny"} 380.0',
     )
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         # A worker counts a request only after the client has read the whole answer.
         while not all(line in get(shared_server, "/metrics")[1] for line in expected):
             await asyncio.sleep(0.05)
@@ -126,19 +135,26 @@ async def test_cached_tokens_tell_nothing_about_prompts_of_another_key(shared_se
 
 
 async def test_workers_share_one_queue_limit(shared_server):
-    streams = [asyncio.create_task(send_stream_request(shared_server, number, 600)) for number in range(24)]
-    async with asyncio.timeout(20):
+    streams = [asyncio.create_task(send_stream_request(shared_server, number, 900)) for number in range(24)]
+    async with asyncio.timeout(60):
+        while read_metric(shared_server, "num_requests_running") < 8:
+            await asyncio.sleep(0.01)
+    # The streams that run do not end before the last stream has arrived.
+    with stop_process(shared_server.engine_pid()):
+        await wait_for_load(shared_server, 24)
+        for _ in range(6):
+            with pytest.raises(openai.RateLimitError, match="24 sequences of at most 24"):
+                await send_request(shared_server)
+    async with asyncio.timeout(60):
         while (
             read_metric(shared_server, "num_requests_running") + read_metric(shared_server, "num_requests_waiting") < 24
         ):
             await asyncio.sleep(0.01)
-    for _ in range(6):
-        with pytest.raises(openai.RateLimitError, match="24 sequences of at most 24"):
-            await send_request(shared_server)
     for stream in streams:
         stream.cancel()
     await asyncio.wait(streams)
-    async with asyncio.timeout(20):
+    await wait_for_load(shared_server, 0)
+    async with asyncio.timeout(60):
         while read_metric(shared_server, "num_requests_running") + read_metric(shared_server, "num_requests_waiting"):
             await asyncio.sleep(0.05)
     for _ in range(6):
@@ -171,31 +187,42 @@ async def test_a_dead_worker_is_replaced(shared_server):
     assert [line["exit_code"] for line in lines if line["event"] == "HTTP worker died"] == [-9]
 
 
-async def test_a_worker_that_does_not_respond_is_replaced_unless_replacements_die(run_server, tiny_model):
-    with run_server(tiny_model, *FLAGS, "--worker-timeout", "2", "--log-format", "json") as server:
-        pids = set(server.worker_pids())
-        # While the parent is stopped, it misses answers of workers, but must not replace the workers.
-        server.process.send_signal(signal.SIGSTOP)
+async def check_only_the_hanging_worker_is_replaced(server):
+    pids = set(server.worker_pids())
+    # While the parent is stopped, it misses answers of workers, but must not replace the workers.
+    with stop_process(server.process.pid):
         await asyncio.sleep(2.5)
-        server.process.send_signal(signal.SIGCONT)
-        assert read_metric(server, "http_event_loop_lag_seconds_count") > 0
-        victim = min(pids)
-        os.kill(victim, signal.SIGSTOP)
+    assert read_metric(server, "http_event_loop_lag_seconds_count") > 0
+    victim = min(pids)
+    with stop_process(victim):
         async with asyncio.timeout(60):
             while victim in (new_pids := set(server.worker_pids())) or len(new_pids) < 2:
                 await asyncio.sleep(0.05)
-        assert pids - new_pids == {victim}
-        for _ in range(8):
-            assert (await send_request(server, max_tokens=1)).usage.completion_tokens == 1
-        assert error_events(server) == [WORKER_HANGS, WORKER_DIED]
-        # The server ends only if a replacement dies before it is ready: kill workers until this happens.
-        engine_pid = server.engine_pid()
-        async with asyncio.timeout(120):
-            while server.process.poll() is None:
-                kill_workers(server, engine_pid)
-                await asyncio.sleep(0.01)
-        assert server.process.returncode == 1
-    assert WORKER_IS_NOT_REPLACED in error_events(server)
+    assert pids - new_pids == {victim}
+    for _ in range(8):
+        assert (await send_request(server, max_tokens=1)).usage.completion_tokens == 1
+    assert error_events(server) == [WORKER_HANGS, WORKER_DIED]
+
+
+async def test_a_worker_that_does_not_respond_is_replaced_unless_replacements_die(run_server, tiny_model):
+    for attempt in range(1, MAX_ATTEMPTS + 1):
+        with run_server(tiny_model, *FLAGS, "--worker-timeout", "2", "--log-format", "json") as server:
+            try:
+                await check_only_the_hanging_worker_is_replaced(server)
+            except (AssertionError, OSError, openai.APIConnectionError):
+                # Other programs may stop a healthy worker for 2 s, and then the server replaces this worker too.
+                if error_events(server) == [WORKER_HANGS, WORKER_DIED] or attempt == MAX_ATTEMPTS:
+                    raise
+                continue
+            # The server ends only if a replacement dies before it is ready: kill workers until this happens.
+            engine_pid = server.engine_pid()
+            async with asyncio.timeout(120):
+                while server.process.poll() is None:
+                    kill_workers(server, engine_pid)
+                    await asyncio.sleep(0.01)
+            assert server.process.returncode == 1
+        assert WORKER_IS_NOT_REPLACED in error_events(server)
+        return
 
 
 async def test_workers_that_share_encodings_give_the_same_answer(shared_server):
@@ -213,25 +240,25 @@ def test_one_worker_has_no_memory_for_encodings(tiny_server):
 
 async def test_both_workers_drain_on_sigterm(run_server, tiny_model):
     with run_server(tiny_model, *FLAGS, "--max-num-seqs", "8", "--drain-timeout", "300") as server:
-        streams = [asyncio.create_task(send_stream_request(server, number, 500)) for number in range(8)]
+        streams = [asyncio.create_task(send_stream_request(server, number, 900)) for number in range(8)]
         async with asyncio.timeout(60):
             while read_metric(server, "num_requests_running") < 8:
                 await asyncio.sleep(0.01)
-        streams += [asyncio.create_task(send_stream_request(server, number, 100)) for number in range(8, 12)]
-        async with asyncio.timeout(60):
-            while read_metric(server, "num_requests_waiting") < 4:
-                await asyncio.sleep(0.01)
-        server.process.send_signal(signal.SIGTERM)
-        # A service manager may signal all processes of the service; only the parent reacts.
-        for pid in (*server.worker_pids(), server.engine_pid()):
-            os.kill(pid, signal.SIGTERM)
-        # Each connection may reach either worker.
-        async with asyncio.timeout(60):
-            refusals = 0
-            while refusals < 6:
-                refusals = refusals + 1 if get(server, "/ready")[0] == 503 else 0
-                await asyncio.sleep(0.01)
-        assert not all(stream.done() for stream in streams)
+        # The streams that run do not end before the workers drain.
+        with stop_process(server.engine_pid()):
+            streams += [asyncio.create_task(send_stream_request(server, number, 100)) for number in range(8, 12)]
+            await wait_for_load(server, 12)
+            server.process.send_signal(signal.SIGTERM)
+            # A service manager may signal all processes of the service; only the parent reacts.
+            for pid in (*server.worker_pids(), server.engine_pid()):
+                os.kill(pid, signal.SIGTERM)
+            # Each connection may reach either worker.
+            async with asyncio.timeout(60):
+                refusals = 0
+                while refusals < 6:
+                    refusals = refusals + 1 if get(server, "/ready")[0] == 503 else 0
+                    await asyncio.sleep(0.01)
+            assert not any(stream.done() for stream in streams)
         texts = await asyncio.gather(*streams)
         assert all(texts)
         assert await asyncio.to_thread(server.process.wait, 60) == 0
@@ -245,7 +272,7 @@ def test_a_second_server_is_refused_at_once(shared_server, tiny_model):
         [sys.executable, "-m", "nanovllm_server", str(tiny_model), "--port", port, "--http-workers", "2"],
         capture_output=True,
         text=True,
-        timeout=20,
+        timeout=120,
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert "in use" in done.stderr
@@ -255,7 +282,7 @@ async def test_no_process_outlives_the_parent(run_server, tiny_model):
     with run_server(tiny_model, *FLAGS) as server:
         pids = [*server.worker_pids(), server.engine_pid()]
         server.process.kill()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while any(is_alive(pid) for pid in pids):
                 await asyncio.sleep(0.05)
     assert not any("Traceback" in line for line in server.errors)
