@@ -9,12 +9,13 @@ import urllib.request
 from urllib.parse import urlsplit
 
 import pytest
-from machine_load import measure_own_time
 
 pytestmark = pytest.mark.slow
 
 NUM_CLIENTS = 150
 NUM_VANISHING = 50
+NUM_VANISHING_TOKENS = 400
+MAX_ATTEMPTS = 4
 MAX_CONCURRENT = 24
 PLACE = {"type": "object", "properties": {"place": {"type": "string", "minLength": 20}}, "required": ["place"]}
 TOOL = {"type": "function", "function": {"name": "look", "parameters": PLACE}}
@@ -136,27 +137,23 @@ async def test_disconnecting_at_any_moment_frees_everything(server):
     assert [status for status, _ in answers] == [200] * MAX_CONCURRENT
 
 
-async def test_nothing_runs_a_second_after_fifty_clients_vanish(shallow_server):
+async def test_answers_of_fifty_vanished_clients_are_not_generated(shallow_server):
     clients = [await connect(shallow_server) for _ in range(NUM_VANISHING)]
     for number, (_, writer) in enumerate(clients):
         messages = [{"role": "user", "content": f"{number} some word " * 60}]
-        writer.write(request_bytes(model="shallow", stream=True, max_tokens=400, messages=messages))
-    async with asyncio.timeout(20):
+        writer.write(request_bytes(model="shallow", stream=True, max_tokens=NUM_VANISHING_TOKENS, messages=messages))
+    async with asyncio.timeout(60):
         while True:
             found = await asyncio.to_thread(read_metrics, shallow_server)
             if found["num_requests_running"] and found["num_requests_waiting"]:
                 break
     await asyncio.sleep(0.5)
+    before = await asyncio.to_thread(read_metrics, shallow_server)
     for _, writer in clients:
         writer.transport.abort()
-
-    async def measure() -> float:
-        begin = time.monotonic()
-        await wait_until_idle(shallow_server)
-        return time.monotonic() - begin
-
-    # The answers that were not aborted would take much longer.
-    assert await measure_own_time(measure) < 5
+    after = await wait_until_idle(shallow_server)
+    num_generated = after["generation_tokens_total"] - before["generation_tokens_total"]
+    assert num_generated < NUM_VANISHING * NUM_VANISHING_TOKENS / 2
 
 
 async def test_choices_share_one_computed_prompt(server):
@@ -178,7 +175,11 @@ async def test_choices_share_one_computed_prompt(server):
         assert after["prefix_cache_hits_total"] - before["prefix_cache_hits_total"] >= (n - 1) * (prompt - 16)
 
 
-async def test_an_enormous_prompt_stalls_no_stream(server):
+async def measure_gap_beside_enormous_prompts(server, number: int) -> tuple[float, list[float]]:
+    """Returns the longest gap between two parts of a stream in seconds, and the seconds to answer each prompt.
+
+    number: begins the prompts. The server encodes prompts with a new number without its cache of encodings.
+    """
     reader, writer = await connect(server)
     writer.write(request_bytes(stream=True, max_tokens=900))
     await reader.readuntil(b"data: ")
@@ -193,7 +194,9 @@ async def test_an_enormous_prompt_stalls_no_stream(server):
     for size in (100_000, 1_000_000):
         begin = time.monotonic()
         status, body = await send_request(
-            server, messages=[{"role": "user", "content": "some word " * (size // 10)}], truncate_prompt_tokens=500
+            server,
+            messages=[{"role": "user", "content": f"{number:04} word " * (size // 10)}],
+            truncate_prompt_tokens=500,
         )
         durations_s.append(time.monotonic() - begin)
         assert (status, body["usage"]["prompt_tokens"]) == (200, 500)
@@ -201,9 +204,19 @@ async def test_an_enormous_prompt_stalls_no_stream(server):
     reading.cancel()
     writer.close()
     arrivals_meanwhile = [arrivals[0], *(arrival for arrival in arrivals if arrival < end), end]
-    longest_gap_s = max(after - before for before, after in itertools.pairwise(arrivals_meanwhile))
-    assert longest_gap_s < max(durations_s) / 2, (longest_gap_s, durations_s)
-    await wait_until_idle(server)
+    return max(after - before for before, after in itertools.pairwise(arrivals_meanwhile)), durations_s
+
+
+async def test_an_enormous_prompt_stalls_no_stream(server):
+    attempts = []
+    for number in range(MAX_ATTEMPTS):
+        longest_gap_s, durations_s = await measure_gap_beside_enormous_prompts(server, number)
+        await wait_until_idle(server)
+        if longest_gap_s < max(durations_s) / 2:
+            return
+        # Other programs may have delayed the stream.
+        attempts.append((longest_gap_s, durations_s))
+    pytest.fail(f"gaps and durations in seconds: {attempts}")
 
 
 async def test_with_log_prompts_a_request_and_its_prompt_have_a_log_line_each(server):
@@ -213,7 +226,7 @@ async def test_with_log_prompts_a_request_and_its_prompt_have_a_log_line_each(se
         server, request_id="the-one", messages=[{"role": "user", "content": "a secret"}], n=2
     )
     assert status == 200
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not any('"event":"request"' in line and "the-one" in line for line in server.errors[num_old_lines:]):
             await asyncio.sleep(0.02)
     lines = [json.loads(line) for line in server.errors[num_old_lines:] if "the-one" in line]

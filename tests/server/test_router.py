@@ -1,5 +1,6 @@
 """vllm-router in front of a prefill server and a decode server."""
 
+import itertools
 import json
 import os
 import re
@@ -27,6 +28,7 @@ SIZE_FLAGS = ("--dtype", "float32", "--max-model-len", "2048", "--cpu-cache-gib"
 MODEL = "SmolLM2-135M-Instruct"
 PROMPT = " ".join(f"In the year {year}, the town had {year * 7 % 900} houses." for year in range(1900, 1930))
 MAX_START_S = 300
+MAX_FETCH_S = 300
 
 
 class Cluster(NamedTuple):
@@ -64,7 +66,7 @@ def read_requests(server) -> list[dict]:
 
 def wait_for_requests(server, number: int) -> list[dict]:
     """The server writes the log line of a request after the response."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while len(read_requests(server)) < number:
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -155,12 +157,17 @@ def test_answers_through_the_router_equal_those_of_one_server(cluster):
 def test_decode_server_fetches_prompts_from_the_prefill_server(cluster):
     num_before = len(read_requests(cluster.decode))
     fetched, served = (read_metric(*metric) for metric in metrics_of(cluster))
-    post_chat(cluster.router_url, messages=make_conversation(3))
-    # The router answers with the usage of the prefill server. Read the decode server's usage from its log.
-    line = wait_for_requests(cluster.decode, num_before + 1)[-1]
-    assert line["cached_tokens"] > 0.9 * line["prompt_tokens"]
+    deadline = time.monotonic() + MAX_FETCH_S
+    # If other programs stop a server for 2 s, the decode server computes the prompt: send new prompts until one is
+    # fetched.
+    for number in itertools.count():
+        post_chat(cluster.router_url, messages=make_conversation(3 + number))
+        # The router answers with the usage of the prefill server. Read the decode server's usage from its log.
+        line = wait_for_requests(cluster.decode, num_before + number + 1)[-1]
+        if line["cached_tokens"] > 0.9 * line["prompt_tokens"]:
+            break
+        assert time.monotonic() < deadline, line
     # The engine's metrics are up to 0.1 s old.
-    deadline = time.monotonic() + 30
     while True:
         new_fetched, new_served = (read_metric(*metric) for metric in metrics_of(cluster))
         if new_fetched - fetched > 0.9 * line["prompt_tokens"] and new_served > served:
