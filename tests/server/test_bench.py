@@ -1,10 +1,31 @@
 import json
+from collections.abc import Callable
 
 import pytest
 
 from nanovllm_server.bench import bench_cli
 from nanovllm_server.bench.conversations.conversation_sizes import CASE_NAMES as CONVERSATION_CASE_NAMES
 from nanovllm_server.bench.interference.interference_sizes import CASE_NAMES as INTERFERENCE_CASE_NAMES
+
+MAX_ATTEMPTS = 3
+
+
+def measure_until_times_are_as_expected(measure: Callable[[int], list[str]]) -> None:
+    """Fails if each attempt has unexpected times. Other programs may slow single requests.
+
+    measure: gets a seed, because the server caches prompts. Returns the comparisons of times that are false.
+    """
+    attempts = []
+    while not attempts or attempts[-1]:
+        assert len(attempts) < MAX_ATTEMPTS, attempts
+        attempts.append(measure(len(attempts)))
+
+
+def find_unexpected_order(figures: dict[str, float], smaller: str, larger: str, factor: float = 1) -> list[str]:
+    """Returns a message if figure `smaller` is not below `factor` times figure `larger`, else []."""
+    if figures[smaller] < factor * figures[larger]:
+        return []
+    return [f"{smaller} {figures[smaller]:.3f}, {larger} {figures[larger]:.3f}"]
 
 
 def test_serve_measures_each_load_on_a_real_server(tiny_server, tmp_path, capsys):
@@ -37,25 +58,31 @@ def test_interference_measures_all_cases_on_a_real_server(shallow_server, tmp_pa
     counts += ["--arrival-rates=0,4", "--arrival-period-s=1", "--turn-streams=2", "--repeat=1"]
     file = tmp_path / "interference.json"
     arguments = ["interference", f"ours={shallow_server.url}/v1", *lengths, *counts, "--baseline-s=0.5"]
-    assert bench_cli.main([*arguments, "--json", str(file)]) == 0
-    (measured,) = json.loads(file.read_bytes())["servers"]
-    assert measured["token_costs"]["per_word"] == 1
-    assert tuple(case["case"] for case in measured["cases"]) == INTERFERENCE_CASE_NAMES
-    assert all(case["errors"] == [] and case["warnings"] == [] for case in measured["cases"])
-    assert all(figure is not None for case in measured["cases"] for figure in case["figures"].values())
-    long_alone, short_beside, decodes, arrivals, turn, turns = (case["figures"] for case in measured["cases"])
-    assert long_alone["long_prompt_tokens"] == pytest.approx(400, abs=2)
-    assert short_beside["short_ttft_p50_ms"] < 2 * short_beside["long_ttft_p50_ms"]
-    assert decodes["prompt_tokens"] == pytest.approx(200, abs=2)
-    assert decodes["prompt_1_ttft_p50_ms"] < decodes["prompt_last_ttft_p50_ms"]
-    assert decodes["baseline_gap_p50_ms"] < decodes["beside_gap_max_ms"]
-    assert arrivals["rate_0_gap_p50_ms"] < arrivals["rate_4_gap_max_ms"]
-    for figures in (turn, turns):
-        assert 220 < figures["turn_cached_tokens"] < figures["turn_prompt_tokens"] < 300
-    assert turn["turn_ttft_p50_ms"] < turn["history_ttft_p50_ms"]
-    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["case", "figure", "ours"] in rows
-    assert {row[0] for row in rows if row[-2:] == ["failed", "0"]} == set(INTERFERENCE_CASE_NAMES)
+
+    def measure(seed: int) -> list[str]:
+        assert bench_cli.main([*arguments, f"--seed={seed}", "--json", str(file)]) == 0
+        (measured,) = json.loads(file.read_bytes())["servers"]
+        assert measured["token_costs"]["per_word"] == 1
+        assert tuple(case["case"] for case in measured["cases"]) == INTERFERENCE_CASE_NAMES
+        assert all(case["errors"] == [] and case["warnings"] == [] for case in measured["cases"])
+        assert all(figure is not None for case in measured["cases"] for figure in case["figures"].values())
+        long_alone, short_beside, decodes, arrivals, turn, turns = (case["figures"] for case in measured["cases"])
+        assert long_alone["long_prompt_tokens"] == pytest.approx(400, abs=2)
+        assert decodes["prompt_tokens"] == pytest.approx(200, abs=2)
+        for figures in (turn, turns):
+            assert 220 < figures["turn_cached_tokens"] < figures["turn_prompt_tokens"] < 300
+        rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+        assert ["case", "figure", "ours"] in rows
+        assert {row[0] for row in rows if row[-2:] == ["failed", "0"]} == set(INTERFERENCE_CASE_NAMES)
+        return [
+            *find_unexpected_order(short_beside, "short_ttft_p50_ms", "long_ttft_p50_ms", factor=2),
+            *find_unexpected_order(decodes, "prompt_1_ttft_p50_ms", "prompt_last_ttft_p50_ms"),
+            *find_unexpected_order(decodes, "baseline_gap_p50_ms", "beside_gap_max_ms"),
+            *find_unexpected_order(arrivals, "rate_0_gap_p50_ms", "rate_4_gap_max_ms"),
+            *find_unexpected_order(turn, "turn_ttft_p50_ms", "history_ttft_p50_ms"),
+        ]
+
+    measure_until_times_are_as_expected(measure)
 
 
 @pytest.mark.slow
@@ -64,18 +91,25 @@ def test_conversations_measures_returning_turns_on_a_real_server(shallow_server,
     counts = ["--conversations=3", "--turns=3", "--cold-prompts=1", "--burst=3", "--concurrency=2"]
     file = tmp_path / "conversations.json"
     arguments = ["conversations", f"ours={shallow_server.url}/v1", *lengths, *counts, "--think-time-s=0.1"]
-    assert bench_cli.main([*arguments, "--json", str(file)]) == 0
-    (measured,) = json.loads(file.read_bytes())["servers"]
-    assert tuple(case["case"] for case in measured["cases"]) == CONVERSATION_CASE_NAMES
-    for case, prompt_tokens in zip(measured["cases"], (372, 348), strict=True):
-        figures = case["figures"]
-        assert case["errors"] == case["warnings"] == []
-        assert None not in figures.values()
-        assert figures["returning_prompt_tokens"] == pytest.approx(prompt_tokens, abs=2)
-        assert 0.92 < figures["returning_cached_percent"] / figures["returning_history_percent"] <= 1
-        assert figures["cold_over_returning_ttft_p50"] > 1
-    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert {row[0] for row in rows if row[-2:] == ["failed", "0"]} == set(CONVERSATION_CASE_NAMES)
+
+    def measure(seed: int) -> list[str]:
+        assert bench_cli.main([*arguments, f"--seed={seed}", "--json", str(file)]) == 0
+        (measured,) = json.loads(file.read_bytes())["servers"]
+        assert tuple(case["case"] for case in measured["cases"]) == CONVERSATION_CASE_NAMES
+        unexpected = []
+        for case, prompt_tokens in zip(measured["cases"], (372, 348), strict=True):
+            figures = case["figures"]
+            assert case["errors"] == case["warnings"] == []
+            assert None not in figures.values()
+            assert figures["returning_prompt_tokens"] == pytest.approx(prompt_tokens, abs=2)
+            assert 0.92 < figures["returning_cached_percent"] / figures["returning_history_percent"] <= 1
+            if (ratio := figures["cold_over_returning_ttft_p50"]) <= 1:
+                unexpected.append(f"{case['case']}: cold over returning TTFT {ratio:.3f}")
+        rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+        assert {row[0] for row in rows if row[-2:] == ["failed", "0"]} == set(CONVERSATION_CASE_NAMES)
+        return unexpected
+
+    measure_until_times_are_as_expected(measure)
 
 
 @pytest.mark.slow
