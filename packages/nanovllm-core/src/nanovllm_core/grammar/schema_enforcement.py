@@ -1,4 +1,4 @@
-"""Converts the JSON schemas of a grammar to schemas that xgrammar enforces completely."""
+"""Converts the JSON schemas and regular expressions of a grammar to a form that xgrammar enforces completely."""
 
 import msgspec
 import orjson
@@ -7,6 +7,8 @@ from nanovllm_core.errors import GrammarError
 from nanovllm_core.grammar.schemas.conversion import convert_schema
 from nanovllm_core.grammar.schemas.document import escape_pointer_part
 from nanovllm_core.grammar.schemas.json_values import JSON
+from nanovllm_core.grammar.schemas.pattern_writer import rewrite_pattern
+from nanovllm_core.grammar.schemas.regex import RegexError
 from nanovllm_core.grammar.xml_parameters import XmlParameters, build_any_elements, build_elements
 from nanovllm_core.grammar_types import GrammarSpec, ParameterTypes
 
@@ -15,7 +17,7 @@ MAX_CONVERTED_BYTES = 1 << 20
 
 
 class EnforceableGrammar(msgspec.Struct, frozen=True):
-    """A grammar with converted JSON schemas.
+    """A grammar with converted JSON schemas and regular expressions.
 
     parameter_types: types of the values in XML parameters.
     rules: the result of `compiler.write_rules`; also None before the rules are written.
@@ -27,7 +29,7 @@ class EnforceableGrammar(msgspec.Struct, frozen=True):
 
 
 def convert_grammar(spec: GrammarSpec) -> EnforceableGrammar:
-    """Converts the JSON schemas of a grammar. Raises GrammarError.
+    """Converts the JSON schemas and the regular expressions of a grammar. Raises GrammarError.
 
     This function limits neither time nor memory: call it in a child process with such limits (`vetting_process.py`).
 
@@ -36,8 +38,12 @@ def convert_grammar(spec: GrammarSpec) -> EnforceableGrammar:
     "objects_only", beside "json_schema": if true, excludes values other than objects.
     a format of type "xml_parameters", which `convert_grammar` replaces by formats that xgrammar knows.
     """
-    if spec.kind not in ("json_schema", "structural_tag"):
+    if spec.kind == "ebnf":
         return EnforceableGrammar(spec, {})
+    if spec.kind == "regex":
+        pattern = _convert_regex(spec.source, "this regular expression")
+        _check_converted_size(pattern.encode())
+        return EnforceableGrammar(GrammarSpec("regex", pattern), {})
     try:
         source: JSON = orjson.loads(spec.source)
     except orjson.JSONDecodeError as error:
@@ -49,16 +55,34 @@ def convert_grammar(spec: GrammarSpec) -> EnforceableGrammar:
     else:
         converted = _convert_tag(source, spec.place, types_by_place)
     encoded = orjson.dumps(converted)
-    if len(encoded) > MAX_CONVERTED_BYTES:
-        raise GrammarError(
-            f"with its schemas written out, this grammar has {len(encoded)} bytes, but may have at most "
-            f"{MAX_CONVERTED_BYTES}: make it shorter"
-        )
+    _check_converted_size(encoded)
     return EnforceableGrammar(GrammarSpec(spec.kind, encoded.decode()), types_by_place)
 
 
+def _check_converted_size(encoded: bytes) -> None:
+    if len(encoded) > MAX_CONVERTED_BYTES:
+        raise GrammarError(
+            f"with its schemas and patterns written out, this grammar has {len(encoded)} bytes, but may have at most "
+            f"{MAX_CONVERTED_BYTES}: make it shorter"
+        )
+
+
+def _convert_regex(pattern: str, name: str) -> str:
+    """Convert a pattern for xgrammar. name: the pattern's name in an error message."""
+    try:
+        return rewrite_pattern(pattern)
+    except RegexError as error:
+        raise GrammarError(
+            f"{name} can't be enforced: {error}; use only characters, classes, groups, alternatives, quantifiers, and "
+            "^ and $ at the ends"
+        ) from error
+
+
 def _convert_tag(value: JSON, place: str, types_by_place: ParameterTypes) -> JSON:
-    """Convert the schemas in a part of a structural tag. Adds the types of XML parameters to `types_by_place`."""
+    """Convert the schemas and patterns in a part of a structural tag.
+
+    types_by_place: receives the types of XML parameters.
+    """
     if isinstance(value, list):
         return [_convert_tag(item, f"{place}/{index}", types_by_place) for index, item in enumerate(value)]
     if not isinstance(value, dict):
@@ -71,6 +95,9 @@ def _convert_tag(value: JSON, place: str, types_by_place: ParameterTypes) -> JSO
         else item
         for name, item in value.items()
     }
+    pattern = value.get("pattern")
+    if value.get("type") == "regex" and isinstance(pattern, str):
+        converted["pattern"] = _convert_regex(pattern, f"the regular expression at {place}/pattern")
     schema = value.get("json_schema")
     if isinstance(schema, dict | bool):
         schema_place = str(converted.pop("place", f"{place}/json_schema"))

@@ -74,7 +74,7 @@ def _one_or_more(call: TagFormat, separator: str, max_calls: int) -> TagFormat:
 def _text_without_calls_grammar(call_format: JsonCalls) -> TagFormat:
     # The text may not begin with { or with the first two characters of the opening tag.
     first, second = call_format.begin[0], call_format.begin[1]
-    begin = rf"[ \n]{{0,{MAX_LEADING_SPACES}}}([^{{\s{first}]|{first}[^{second}])"
+    begin = rf"[ \n]{{0,{MAX_LEADING_SPACES}}}([^{{ \t\n\v\f\r{first}]|{first}[^{second}])"
     return sequence(regex(begin), any_text())
 
 

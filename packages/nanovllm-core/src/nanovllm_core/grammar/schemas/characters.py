@@ -23,6 +23,8 @@ CLASS_ESCAPES: dict[str, tuple[Ranges, Ranges]] = {
 }
 # Characters that `.` excludes in at least one regex engine. Every engine excludes the first character, a line feed.
 LINE_ENDS: Ranges = ((10, 10), (13, 13), (0x85, 0x85), (0x2028, 0x2029))
+# All characters of UTF-8 text, which excludes surrogates.
+UTF8_CHARACTERS: Ranges = ((0, 0xD7FF), (0xE000, MAX_CODE_POINT))
 # Characters that a JSON string holds without an escape.
 UNESCAPED_IN_JSON: Ranges = ((0x20, 0x21), (0x23, 0x5B), (0x5D, 0xD7FF), (0xE000, MAX_CODE_POINT))
 

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 from nanovllm_core.grammar.bounded_strings import parse_bounded_pattern
 from nanovllm_core.grammar.schemas import regex
-from nanovllm_core.grammar.schemas.characters import MAX_CODE_POINT, Ranges
+from nanovllm_core.grammar.schemas.characters import MAX_CODE_POINT, UTF8_CHARACTERS, Ranges
 
 # Matches the empty string. The non-ASCII character makes xgrammar compile a pattern to rules, not to an automaton.
 RULES_MARKER = "é{0,0}"
@@ -29,6 +29,18 @@ def write_pattern(node: regex.Node) -> str:
             return _write_repeated(ranges, low, high)
         case _:
             return f"^(?:{_write_unanchored(node)}){RULES_MARKER}$"
+
+
+def rewrite_pattern(pattern: str) -> str:
+    """Rewrites a pattern that matches whole texts for xgrammar. Raises RegexError.
+
+    Why: xgrammar ignores anchors within a pattern, takes unknown escapes such as `\\A` for letters, and lets `.` match
+    line breaks. Unlike `write_pattern`, this function always writes rules, which are fast without JSON around them.
+    """
+    tree = regex.restrict_characters(regex.remove_anchors(regex.parse(pattern)), UTF8_CHARACTERS)
+    if tree == regex.NO_STRING:
+        raise regex.RegexError("it matches no text")
+    return f"(?:{_write_unanchored(tree)}){RULES_MARKER}"
 
 
 def write_json_string_pattern(node: regex.Node) -> str:

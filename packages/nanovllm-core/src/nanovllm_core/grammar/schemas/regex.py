@@ -19,7 +19,7 @@ from nanovllm_core.grammar.schemas.characters import (
     normalize_ranges,
 )
 
-MAX_PATTERN_LENGTH = 4096
+MAX_PATTERN_LENGTH = 16_384
 MAX_NESTING = 40
 # Maximum estimated number of a pattern's automaton states. A repeated group's states count once per repetition.
 MAX_STATES = 20_000
@@ -300,13 +300,19 @@ def convert_to_full_match(tree: Node) -> Node:
 
     Raises RegexError if an anchor is neither at the start nor at the end of the pattern.
     """
-    return _add_any_string_at_ends(tree, True, True)
+    return _replace_anchors(tree, ANY_STRING, True, True)
 
 
-def _add_any_string_at_ends(node: Node, is_first: bool, is_last: bool) -> Node:
-    """Adds `ANY_STRING` at the start and the end of the whole pattern where `node` has no anchor."""
+def remove_anchors(tree: Node) -> Node:
+    """Returns a tree without anchors that matches the same whole strings. Raises like `convert_to_full_match`."""
+    return _replace_anchors(tree, EMPTY_STRING, True, True)
+
+
+def _replace_anchors(node: Node, unanchored_end: Node, is_first: bool, is_last: bool) -> Node:
+    """Removes anchors, and adds `unanchored_end` at both ends of the whole pattern where `node` has no anchor."""
     if isinstance(node, Alternation) and _has_anchor(node):
-        return Alternation(tuple(_add_any_string_at_ends(option, is_first, is_last) for option in node.options))
+        options = (_replace_anchors(option, unanchored_end, is_first, is_last) for option in node.options)
+        return Alternation(tuple(options))
     parts: list[Node] = list(node.parts) if isinstance(node, Concatenation) else [node]
     start, end = 0, len(parts)
     while start < end and parts[start] == Anchor(True) and is_first:
@@ -318,18 +324,17 @@ def _add_any_string_at_ends(node: Node, is_first: bool, is_last: bool) -> Node:
     if inner and adds_prefix and _has_anchor(inner[0]):
         if isinstance(inner[0], Repeat):
             raise RegexError("it repeats an assertion")
-        inner[0] = _add_any_string_at_ends(inner[0], True, adds_suffix and len(inner) == 1)
+        inner[0] = _replace_anchors(inner[0], unanchored_end, True, adds_suffix and len(inner) == 1)
         adds_suffix = adds_suffix and len(inner) > 1
         adds_prefix = False
     if inner and adds_suffix and _has_anchor(inner[-1]):
         if isinstance(inner[-1], Repeat):
             raise RegexError("it repeats an assertion")
-        inner[-1] = _add_any_string_at_ends(inner[-1], False, True)
+        inner[-1] = _replace_anchors(inner[-1], unanchored_end, False, True)
         adds_suffix = False
     if any(_has_anchor(part) for part in inner):
         raise RegexError("it has an anchor in the middle")
-    any_string: list[Node] = [ANY_STRING]
-    return concatenate(any_string * adds_prefix + inner + any_string * adds_suffix)
+    return concatenate([unanchored_end] * adds_prefix + inner + [unanchored_end] * adds_suffix)
 
 
 def _has_anchor(node: Node) -> bool:
