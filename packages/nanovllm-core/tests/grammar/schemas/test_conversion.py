@@ -35,6 +35,8 @@ def objects(properties, *required, **more):
 
 
 STRING, INTEGER, NULL = {"type": "string"}, {"type": "integer"}, {"type": "null"}
+HTTP_URL = {**STRING, "format": "uri", "minLength": 1, "maxLength": 2083}
+DATE_NAMES = {"propertyNames": {"format": "date"}}
 NODE = objects({"v": INTEGER, "next": {"anyOf": [{"$ref": "#/$defs/node"}, NULL]}}, "v", "next")
 
 # Cases by name: (schema, texts that its grammar permits, texts that its grammar rejects).
@@ -64,6 +66,11 @@ CASES = {
     "pattern of quotes": ({**STRING, "pattern": '^[a"]+$'}, ['"aa"'], ['"a\\"a"', '"a"a"']),
     "format and pattern": ({**STRING, "format": "date", "pattern": "^2"}, ['"2024"'], ['"1999-01-01"']),
     "format": ({**STRING, "format": "date"}, ['"2024-02-29"', '"1999-12-31"'], ['"2023-02-29"', '"2024-04-31"', '"x"']),
+    "format and a loose length": ({**STRING, "format": "date", "minLength": 1}, ['"2024-02-29"'], ['"x"', '"2024"']),
+    "format and a length": ({**STRING, "format": "email", "maxLength": 64}, ['"bert.b@example.com"'], ['"x"', '"a@b"']),
+    "HttpUrl of pydantic": (HTTP_URL, ['"https://example.com/a/b?c=d#e"', '"mailto:a@b.c"'], ['"x"', '""']),
+    "format of names": (objects({}, **DATE_NAMES, additionalProperties=INTEGER), ['{"2024-02-29": 1}'], ['{"x": 1}']),
+    "format without a string": ({**STRING, "format": "date", "not": {"const": ""}}, ['"2024-02-29"'], ['"x"', '""']),
     "unknown format": ({**STRING, "format": "phone"}, ['"x"'], ["1"]),
     "string without another": (
         {**STRING, "not": {"enum": ["ab", "b"]}},

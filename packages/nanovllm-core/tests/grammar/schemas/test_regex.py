@@ -10,13 +10,15 @@ import xgrammar
 from nanovllm_core.grammar.bounded_strings import parse_bounded_pattern
 from nanovllm_core.grammar.schemas import regex, search
 from nanovllm_core.grammar.schemas.characters import UNESCAPED_IN_JSON
+from nanovllm_core.grammar.schemas.document import SchemaError
 from nanovllm_core.grammar.schemas.formats import FORMATS
 from nanovllm_core.grammar.schemas.pattern_writer import (
     MAX_COUNTED_REPETITIONS,
     write_json_string_pattern,
     write_pattern,
 )
-from nanovllm_core.grammar.schemas.string_patterns import exclude_strings, limit_length, pattern_of_format
+from nanovllm_core.grammar.schemas.shapes import StringShape
+from nanovllm_core.grammar.schemas.string_patterns import exclude_strings, limit_length, string_tree
 
 ALPHABET = "abc 1.^-${}/"
 PATTERNS = [
@@ -247,8 +249,24 @@ def test_strings_of_a_format_pattern_conform_to_the_format(name):
         text = sample(tree, rng)
         assert re.search(FORMATS[name], text)
         assert checker.conforms(text, name), text
-    assert pattern_of_format(name) is not None
-    assert pattern_of_format("phone") is None
+
+
+@pytest.mark.parametrize(
+    ("name", "high"), [("uri", 2083), ("uri", 40), ("email", 254), ("email", 30), ("hostname", 253), ("duration", 9)]
+)
+def test_strings_of_a_shortened_format_conform_to_the_format_and_the_length(name, high):
+    tree = string_tree(StringShape(low=1, high=high, format=name), "schema", lambda _: None)
+    rng = random.Random(name)
+    for _ in range(100):
+        text = sample(tree, rng)
+        assert len(text) <= high
+        assert re.search(FORMATS[name], text)
+
+
+@pytest.mark.parametrize(("name", "low", "high"), [("uri", 10, None), ("date-time", 0, 20)])
+def test_length_that_a_format_cannot_keep_is_refused(name, low, high):
+    with pytest.raises(SchemaError, match="can't be enforced together with this format"):
+        string_tree(StringShape(low=low, high=high, format=name), "schema", lambda _: None)
 
 
 def sample(node: regex.Node, rng: random.Random) -> str:

@@ -12,7 +12,8 @@ _BYTE = r"(?:25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
 _HEX = r"[0-9A-Fa-f]"
 _EMAIL_CHAR = r"[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]"
 # RFC 3986: unreserved characters, sub-delimiters, ":" and "@", and percent-encoded bytes.
-_URI_CHAR = rf"(?:[A-Za-z0-9._~!$&'()*+,;=:@-]|%{_HEX}{{2}})"
+_URI_CHARS = r"A-Za-z0-9._~!$&'()*+,;=:@-"
+_URI_BYTE = rf"%{_HEX}{{2}}"
 _DURATION_TIME = r"(?:[0-9]{1,9}H(?:[0-9]{1,9}M(?:[0-9]{1,9}S)?)?|[0-9]{1,9}M(?:[0-9]{1,9}S)?|[0-9]{1,9}S)"
 _DURATION_DATE = r"(?:[0-9]{1,9}Y(?:[0-9]{1,9}M(?:[0-9]{1,9}D)?)?|[0-9]{1,9}M(?:[0-9]{1,9}D)?|[0-9]{1,9}D)"
 _IPV6 = "|".join(
@@ -35,6 +36,6 @@ FORMATS: dict[str, str] = {
     "ipv6": rf"^(?:{_IPV6})$",
     "hostname": rf"^{_HOST_LABEL}(?:\.{_HOST_LABEL}){{0,3}}$",
     "email": rf"^{_EMAIL_CHAR}{{1,30}}(?:\.{_EMAIL_CHAR}{{1,30}}){{0,4}}@{_HOST_LABEL}(?:\.{_HOST_LABEL}){{1,3}}$",
-    "uri": rf"^[A-Za-z][A-Za-z0-9+.-]*:(?://)?{_URI_CHAR}+(?:/{_URI_CHAR}*)*(?:\?(?:{_URI_CHAR}|[/?])*)?"
-    rf"(?:#(?:{_URI_CHAR}|[/?])*)?$",
+    "uri": rf"^[A-Za-z][A-Za-z0-9+.-]*:(?://)?(?:[{_URI_CHARS}]|{_URI_BYTE})(?:[/{_URI_CHARS}]|{_URI_BYTE})*"
+    rf"(?:\?(?:[/?{_URI_CHARS}]|{_URI_BYTE})*)?(?:#(?:[/?{_URI_CHARS}]|{_URI_BYTE})*)?$",
 }

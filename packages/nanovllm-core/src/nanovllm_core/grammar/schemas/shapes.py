@@ -63,7 +63,8 @@ class StringShape(Shape):
     """Strings of `low` to `high` code points, except the strings in `excluded`.
 
     patterns, forbidden_patterns: a search in the string finds each of `patterns`, and none of `forbidden_patterns`.
-    format: value of the keyword `format`. The grammar enforces known formats. `ShapeResolver.admits` ignores formats.
+    format: value of the keyword `format`. The grammar enforces a known format if the shape has no pattern.
+        `ShapeResolver.admits` ignores formats.
     """
 
     low: int = 0

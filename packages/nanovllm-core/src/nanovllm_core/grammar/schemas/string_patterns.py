@@ -1,5 +1,6 @@
 """Writes a pattern for xgrammar that matches the strings of a `StringShape`, except strings with JSON escapes."""
 
+from bisect import bisect_right
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
@@ -7,24 +8,19 @@ from nanovllm_core.grammar.schemas import regex, search
 from nanovllm_core.grammar.schemas.characters import invert_ranges, normalize_ranges
 from nanovllm_core.grammar.schemas.document import SchemaError
 from nanovllm_core.grammar.schemas.formats import FORMATS
-from nanovllm_core.grammar.schemas.pattern_writer import write_json_string_pattern, write_pattern
+from nanovllm_core.grammar.schemas.pattern_writer import write_json_string_pattern
 from nanovllm_core.grammar.schemas.shapes import StringShape, keyword_place
 
 # Maximum number of repetitions of a character in a written pattern.
 MAX_REPETITIONS = 1_000_000
+# Number of characters that each repeated part of a shortened format may have, see `_shorten_format`.
+MIN_PART_LENGTH = 16
 # Maximum depth in characters of the trie in `exclude_strings`.
 MAX_TRIE_DEPTH = 32
 # Maximum number of prefixes in this trie. Compiling a prefix takes 7 ms.
 MAX_TRIE_PREFIXES = 6
 # The maximum for property names in later objects of a schema, see `MAX_EXACT_OBJECTS` in `undeclared_properties.py`.
 MAX_LATER_TRIE_PREFIXES = 1
-
-
-def pattern_of_format(name: str) -> str | None:
-    """The pattern of a format; None if the format is not enforced."""
-    if name not in FORMATS:
-        return None
-    return write_pattern(regex.restrict_characters(regex.convert_to_full_match(regex.parse(FORMATS[name]))))
 
 
 def string_pattern(shape: StringShape, place: str, count_steps: search.CountSteps) -> str | None:
@@ -34,8 +30,12 @@ def string_pattern(shape: StringShape, place: str, count_steps: search.CountStep
 
 
 def string_tree(shape: StringShape, place: str, count_steps: search.CountSteps) -> regex.Node:
-    """The regex tree of a shape's strings, without strings that need escapes in JSON. Raises SchemaError."""
+    """The regex tree of a shape's strings, without strings that need escapes in JSON. Raises SchemaError.
+
+    A pattern replaces the format: libraries such as Zod write each format a second time, as a pattern.
+    """
     keyword = next((name for name, _ in shape.places if name in ("pattern", "maxLength", "minLength")), "pattern")
+    patterns = shape.patterns or {FORMATS[name] for name in (shape.format,) if name in FORMATS}
     error_place = keyword_place(shape, keyword) or place
     if len(shape.patterns) > 1:
         raise SchemaError(error_place, "pattern", "can't be enforced together with another pattern")
@@ -43,7 +43,7 @@ def string_tree(shape: StringShape, place: str, count_steps: search.CountSteps) 
         raise SchemaError(error_place, "not", "can't be enforced for a pattern")
     try:
         tree: regex.Node = regex.ANY_STRING
-        for pattern in shape.patterns:
+        for pattern in patterns:
             tree = regex.convert_to_full_match(regex.parse(pattern))
         tree = regex.restrict_characters(tree)
     except regex.RegexError as error:
@@ -53,14 +53,17 @@ def string_tree(shape: StringShape, place: str, count_steps: search.CountSteps) 
         raise SchemaError(keyword_place(shape, "minLength") or place, "minLength", problem)
     if shape.low or shape.high is not None:
         limited = limit_length(tree, shape.low, shape.high)
+        if limited is None and not shape.patterns:
+            limited = _shorten_format(tree, shape.low, shape.high)
         if limited is None:
-            raise SchemaError(error_place, keyword, "can't be enforced together with this pattern")
+            kind = "pattern" if shape.patterns else "format"
+            raise SchemaError(error_place, keyword, f"can't be enforced together with this {kind}")
         tree = limited
     if shape.excluded:
         if tree == regex.restrict_characters(regex.ANY_STRING):
             return exclude_strings(shape.excluded)
         if any(search.matches_whole(tree, text, count_steps) for text in shape.excluded):
-            problem = "can't exclude single strings together with a pattern or length"
+            problem = "can't exclude single strings together with a pattern, format or length"
             raise SchemaError(error_place, "not", problem)
     return tree
 
@@ -88,6 +91,44 @@ def limit_length(tree: regex.Node, low: int, high: int | None) -> regex.Node | N
             return _limit_varying_part(parts, low, high)
         case _:
             return None
+
+
+def _shorten_format(tree: regex.Node, low: int, high: int | None) -> regex.Node | None:
+    """Limits all repetitions, so that no string has more than `high` code points. Returns None if this is impossible.
+
+    The result lacks some strings of permitted length. If repeated groups leave less than MIN_PART_LENGTH characters for
+    each part, they are limited to one repetition.
+    """
+    if high is None or search.match_lengths(tree)[0] < low:
+        return None
+    for max_groups in (None, 1):
+
+        def max_length(max_count: int, max_groups: int | None = max_groups) -> int:
+            return search.match_lengths(_limit_repetitions(tree, max_count, max_groups))[1] or 0
+
+        max_count = bisect_right(range(min(high, MAX_REPETITIONS) + 1), high, key=max_length) - 1
+        if max_count >= (MIN_PART_LENGTH if max_groups is None else 0):
+            return _limit_repetitions(tree, max_count, max_groups)
+    return None
+
+
+def _limit_repetitions(node: regex.Node, max_count: int, max_groups: int | None) -> regex.Node:
+    """Limits each repetition to `max_count`, and repetitions of parts of variable length also to `max_groups`."""
+    match node:
+        case regex.Concatenation(parts):
+            return regex.Concatenation(tuple(_limit_repetitions(part, max_count, max_groups) for part in parts))
+        case regex.Alternation(options):
+            return regex.Alternation(tuple(_limit_repetitions(option, max_count, max_groups) for option in options))
+        case regex.Repeat(regex.Alternation(options), low, None):
+            # The grammar counts single characters fast, but takes 300 ms per mask to count longer options.
+            characters = next(option for option in options if isinstance(option, regex.CharacterSet))
+            return regex.Repeat(characters, low, max(low, max_count))
+        case regex.Repeat(part, low, high):
+            limits = max_count, high, None if isinstance(part, regex.CharacterSet) else max_groups
+            limit = min(limit for limit in limits if limit is not None)
+            return regex.Repeat(_limit_repetitions(part, max_count, max_groups), low, max(low, limit))
+        case _:
+            return node
 
 
 def _limit_varying_part(parts: tuple[regex.Node, ...], low: int, high: int | None) -> regex.Node | None:

@@ -11,6 +11,7 @@ from math import ceil, comb, floor, perm
 from typing import TypeAlias
 
 from nanovllm_core.grammar.schemas.document import SchemaError
+from nanovllm_core.grammar.schemas.formats import FORMATS
 from nanovllm_core.grammar.schemas.json_values import JSON
 from nanovllm_core.grammar.schemas.search import CountSteps
 from nanovllm_core.grammar.schemas.shape_resolver import ShapeResolver
@@ -28,7 +29,7 @@ from nanovllm_core.grammar.schemas.shapes import (
     keyword_place,
     min_of_maxima,
 )
-from nanovllm_core.grammar.schemas.string_patterns import pattern_of_format, string_pattern
+from nanovllm_core.grammar.schemas.string_patterns import string_pattern
 from nanovllm_core.grammar.schemas.undeclared_properties import plan_undeclared_properties
 
 # Maximum number of constants that replace a keyword such as multipleOf or uniqueItems.
@@ -267,9 +268,9 @@ def _divides_power_of_ten(step: int) -> bool:
 
 
 def _plan_strings(shape: StringShape, place: str, count_steps: CountSteps) -> list[Plan]:
-    if not (shape.low or shape.high is not None or shape.patterns or shape.forbidden_patterns or shape.excluded):
-        pattern = None if shape.format is None else pattern_of_format(shape.format)
-        return [StringPlan(pattern)]
+    limits = shape.low, shape.patterns, shape.forbidden_patterns, shape.excluded, shape.format in FORMATS
+    if not any(limits) and shape.high is None:
+        return [StringPlan(None)]
     pattern = string_pattern(shape, place, count_steps)
     return [] if pattern is None else [StringPlan(pattern)]
 
