@@ -1,6 +1,17 @@
+import time
+
 import numpy as np
+import pytest
 import torch
-from constrained_steps import VOCAB, CountingGrammar, ScriptedStepHandle, allowed_tokens, make_new_row, make_plan
+from constrained_steps import (
+    VOCAB,
+    CountingGrammar,
+    CountingMatcher,
+    ScriptedStepHandle,
+    allowed_tokens,
+    make_new_row,
+    make_plan,
+)
 
 from nanovllm_core import ReasoningBudget
 from nanovllm_core.execution import constraints as constraints_module
@@ -122,7 +133,32 @@ def test_slow_call_makes_the_next_steps_match_and_time_each_row_separately(monke
         assert allowed_tokens(bits) == [[step]] * 2
         assert len(calls) == num_calls
         if step == 2:
-            assert all(constraint.match_s > 0 for constraint in constraints._constraint_by_row.values())
+            assert all(constraint.match_time.seconds > 0 for constraint in constraints._constraint_by_row.values())
             monkeypatch.setattr(constraints_module, "_MAX_BATCH_CALL_S", 10.0)
         constraints.end_step(ScriptedStepHandle([7, 7]))
         constraints.begin_step(make_plan(rows))
+
+
+@pytest.mark.parametrize(("max_call_s", "shares_grammar"), [(10.0, False), (10.0, True), (0.0, True)])
+def test_all_rows_of_a_slow_grammar_share_one_budget(monkeypatch, max_call_s, shares_grammar):
+    monkeypatch.setattr(constraints_module, "_MAX_BATCH_CALL_S", max_call_s)
+    clock = [0.0]
+    monkeypatch.setattr(time, "thread_time", lambda: clock[0])
+
+    def fill_slowly(matcher: CountingMatcher, masks, index: int) -> None:
+        clock[0] += 0.3
+        masks[index] = 0
+        masks[index, 0] = 1 << 7
+
+    monkeypatch.setattr(CountingMatcher, "fill_mask", fill_slowly)
+    constraints, rows, grammar = Constraints(4, VOCAB, torch.device("cpu")), [0, 1, 2, 3], CountingGrammar([])
+    grammars = [grammar if shares_grammar else CountingGrammar([]) for _ in rows]
+    constraints.begin_step(make_plan(rows, [make_new_row(row, grammars[row]) for row in rows]))
+    while True:
+        constraints.fill_masks(np.arange(4))
+        if len(constraints.failures) == 4:
+            break
+        constraints.end_step(ScriptedStepHandle([7] * 4))
+        constraints.begin_step(make_plan(rows))
+    assert "takes too long to follow" in constraints.failures[0].reason
+    assert clock[0] < (5.0 if shares_grammar else 11.0)

@@ -9,13 +9,14 @@ from collections import deque
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from nanovllm_core.execution.inputs import MaskBuffer, Masks
-from nanovllm_core.execution.row_constraint import Constraint, GrammarFailure, allows_token
+from nanovllm_core.execution.row_constraint import Constraint, GrammarFailure, MatchTime, allows_token
 from nanovllm_core.execution.step_handle import StepHandle
 from nanovllm_core.grammar_types import GrammarMatcher
 from nanovllm_core.scheduling.plan import NewRow, StepPlan
@@ -63,8 +64,8 @@ class Constraints:
         self._step_requests: list[ConstrainedRequest] = []
         self._mask_candidates: list[ConstrainedRequest] = []
         self._num_masks = 0
-        # Pairs (constraint, its fork). A fork is a copy that advances by drafts, see `Constraint.fork`.
-        self._forks: list[tuple[Constraint, Constraint]] = []
+        # The key is the id of the grammar, which the constraints of its rows keep alive together with the value.
+        self._match_time_by_grammar: WeakValueDictionary[int, MatchTime] = WeakValueDictionary()
         self._steps_in_flight: deque[_StepInFlight] = deque()
         self._matcher_calls = _MatcherCalls()
 
@@ -75,7 +76,7 @@ class Constraints:
         """
         for new_row in plan.new_rows:
             self._replace_constraint(new_row)
-        self.failures, self._step_requests, self._mask_candidates, self._forks = [], [], [], []
+        self.failures, self._step_requests, self._mask_candidates = [], [], []
         self._num_masks = 0
         if not self._constraint_by_row:
             return 0
@@ -111,8 +112,6 @@ class Constraints:
                 break
             requests = self._append_drafts(requests, entry, entry_masks)
             entry += 1
-        for constraint, fork in self._forks:
-            constraint.match_s = fork.match_s
         self._matcher_calls.end_step()
         masked_entries += [-1] * (len(masks) - len(masked_entries))
         return None if max(masked_entries) < 0 else self.mask_buffer.send(masked_entries)
@@ -125,7 +124,10 @@ class Constraints:
 
     def _replace_constraint(self, new_row: NewRow) -> None:
         self._remove_constraint(new_row.row)
-        if (constraint := Constraint.from_row(new_row, self._num_mask_words)) is not None:
+        match_time = MatchTime()
+        if new_row.compiled_grammar is not None:
+            match_time = self._match_time_by_grammar.setdefault(id(new_row.compiled_grammar), match_time)
+        if (constraint := Constraint.from_row(new_row, self._num_mask_words, match_time)) is not None:
             self._constraint_by_row[new_row.row] = constraint
             self._is_constrained[new_row.row] = True
 
@@ -188,7 +190,6 @@ class Constraints:
                     continue
                 if entry == 0:
                     request = request._replace(constraint=constraint.fork())
-                    self._forks.append((constraint, request.constraint))
                 if request.constraint.append_token(draft):
                     drafts_to_match.append((request.constraint, draft))
             continued_requests.append(request)
@@ -261,14 +262,15 @@ class _MatcherCalls:
             for constraint, token in new_tokens:
                 constraint.advance_matcher(token)
             return
-        matchers = _matchers_of([constraint for constraint, _ in new_tokens])
-        with self._detect_long_call():
+        constraints = [constraint for constraint, _ in new_tokens]
+        matchers = _matchers_of(constraints)
+        with self._charge_call(constraints):
             try:
                 results = matchers[0].accept_all(matchers, [token for _, token in new_tokens])
             except RuntimeError:
                 # One matcher failed, and may fail again in the next step. Each other matcher may have advanced or not.
                 self._separate_rows()
-                for constraint, _ in new_tokens:
+                for constraint in constraints:
                     constraint.restart_matcher()
                 return
         for (constraint, token), accepted in zip(new_tokens, results, strict=True):
@@ -278,7 +280,7 @@ class _MatcherCalls:
         """Write the mask of the grammar of `constraints[i]` to masks[i]."""
         matchers = _matchers_of(constraints)
         if not self._num_separate_steps and len(matchers) > 1:
-            with self._detect_long_call():
+            with self._charge_call(constraints):
                 try:
                     matchers[0].fill_masks(matchers, masks)
                 except RuntimeError:
@@ -292,11 +294,14 @@ class _MatcherCalls:
         self._num_separate_steps = _NUM_SEPARATE_STEPS + 1
 
     @contextmanager
-    def _detect_long_call(self) -> Generator[None]:
-        """Switch to separate calls if a call for all rows takes long."""
-        start = time.perf_counter()
+    def _charge_call(self, constraints: Sequence[Constraint]) -> Generator[None]:
+        """Divide the CPU time of a call among its rows. If the call takes long, switch to separate calls."""
+        start = time.thread_time()
         yield
-        if time.perf_counter() - start > _MAX_BATCH_CALL_S:
+        seconds = time.thread_time() - start
+        for constraint in constraints:
+            constraint.charge_time(seconds / len(constraints))
+        if seconds > _MAX_BATCH_CALL_S:
             self._separate_rows()
 
 

@@ -13,8 +13,8 @@ from nanovllm_core.grammar_types import CompiledGrammar, GrammarMatcher
 from nanovllm_core.sampling_params import ReasoningBudget
 from nanovllm_core.scheduling.plan import NewRow
 
-# Time limit for all calls of one request's matcher: a constant plus a time per output token. A slow matcher delays all
-# requests. JSON takes 10 us per token, so only very ambiguous grammars reach the limit.
+# Limit on the CPU time of all matcher calls for one grammar: a constant plus a time per output token. A slow matcher
+# delays all requests. JSON takes 10 us per token, so only very ambiguous grammars reach the limit.
 _MAX_MATCH_S = 2.0
 _MAX_MATCH_S_PER_TOKEN = 0.02
 
@@ -31,6 +31,18 @@ class GrammarFailure(NamedTuple):
     reason: str
 
 
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class MatchTime:
+    """The matcher calls for all rows that follow one grammar.
+
+    seconds: CPU time of the calls.
+    num_tokens: number of output tokens and drafts of the rows.
+    """
+
+    seconds: float = 0.0
+    num_tokens: int = 0
+
+
 @dataclass(slots=True, eq=False)
 class Constraint:
     """The grammar, the reasoning budget and the allowed token ids of one row.
@@ -41,7 +53,7 @@ class Constraint:
     num_launched_outputs: number of output tokens after all launched steps, if no draft is rejected.
     output_ids: the output tokens. In a constraint made by `fork`, drafts follow the output tokens.
     draft_ids: the drafts that the request table had for this row when the row's last step finished.
-    match_s: seconds spent in matcher calls for this row. Calls for several rows do not count.
+    match_time: shared by the rows of `grammar` and by forks. Otherwise each choice of a request could delay the others.
     failure: why the row cannot sample a token; None if it can.
     """
 
@@ -53,18 +65,18 @@ class Constraint:
     num_launched_outputs: int = 0
     output_ids: list[int] = field(default_factory=list[int])
     draft_ids: list[int] = field(default_factory=list[int])
-    match_s: float = 0.0
+    match_time: MatchTime = field(default_factory=MatchTime)
     failure: str | None = None
 
     @classmethod
-    def from_row(cls, new_row: NewRow, num_mask_words: int) -> "Constraint | None":
+    def from_row(cls, new_row: NewRow, num_mask_words: int, match_time: MatchTime) -> "Constraint | None":
         """The constraint of a new row after its existing output tokens; None for an unconstrained row."""
         grammar, budget = new_row.compiled_grammar, new_row.sampling.reasoning_budget
         allowed_ids = new_row.sampling.allowed_token_ids
         if grammar is None and budget is None and not allowed_ids:
             return None
         matcher = None if grammar is None else grammar.start()
-        constraint = cls(new_row.row, grammar, matcher, budget)
+        constraint = cls(new_row.row, grammar, matcher, budget, match_time=match_time)
         if allowed_ids:
             # Allow end tokens too: otherwise an output that completes its grammar could not end.
             end_ids = () if matcher is None else matcher.end_ids
@@ -98,6 +110,7 @@ class Constraint:
         """Append a sampled token or a draft. Returns whether the matcher must advance by the token."""
         budget, required_token = self.budget, self._next_end_token()
         self.output_ids.append(token)
+        self.match_time.num_tokens += 1
         # If the token is not the required token, a mask forbade the required token, so drop the budget.
         drops_budget = required_token not in (None, token)
         if budget is not None and (drops_budget or tuple(self.output_ids[-len(budget.end) :]) == budget.end):
@@ -162,14 +175,18 @@ class Constraint:
     @contextmanager
     def _limit_time(self) -> Generator[None]:
         """Measure the time of a matcher call. An error or a timeout fails the request, not the engine."""
-        start = time.perf_counter()
+        start = time.thread_time()
         try:
             yield
         # xgrammar raises RuntimeError when it reaches one of its own limits.
         except RuntimeError as error:
             self.failure = f"the grammar can't be followed further: {' '.join(str(error).split())}"
-        self.match_s += time.perf_counter() - start
-        if self.match_s > _MAX_MATCH_S + _MAX_MATCH_S_PER_TOKEN * len(self.output_ids):
+        self.charge_time(time.thread_time() - start)
+
+    def charge_time(self, seconds: float) -> None:
+        """Add CPU time of a matcher call. If the grammar has used up its time, the row fails."""
+        self.match_time.seconds += seconds
+        if self.match_time.seconds > _MAX_MATCH_S + _MAX_MATCH_S_PER_TOKEN * self.match_time.num_tokens:
             self.failure = "the grammar takes too long to follow: make its rules less ambiguous"
 
     def _next_end_token(self) -> int | None:
