@@ -300,7 +300,8 @@ def compute_logprobs(tokens: Tensor, logits: Tensor, step: StepInputs, parallel:
     """
     indices, count = step.logprob_indices, parallel.count_gathered(step.num_samples)
     selected_indices = None
-    if indices.size < count:
+    # The ranks' requests may come in another order than the step's requests.
+    if not np.array_equal(indices, np.arange(count)):
         selected_indices = stage_upload(indices.astype(np.int32), tokens.device).to(tokens.device, non_blocking=True)
     if parallel.size > 1:
         own_logprobs = sampling.compute_logprobs(logits, parallel.own_rows(tokens), step.max_num_logprobs)
