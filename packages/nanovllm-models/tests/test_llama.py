@@ -19,7 +19,7 @@ def test_a_tied_checkpoint_may_have_a_head_and_rotary_frequencies(tmp_path, sess
 
 
 def test_the_spec_has_the_fields_of_the_engine_and_can_be_pickled(tmp_path, session_class):
-    make_checkpoint(tmp_path, "llama", eos_token_id=[7, 9])
+    make_checkpoint(tmp_path, "llama", eos_token_id=[7, 9, 10**13])
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [9, 11]}))
     spec = nanovllm_models.load(tmp_path, served_name="tiny")
     assert (spec.name, spec.vocab_size, spec.max_position) == ("tiny", 96, 128)

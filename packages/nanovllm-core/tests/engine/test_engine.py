@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -272,6 +273,7 @@ async def test_duplicate_request_id_is_refused_without_affecting_others(engine, 
         ("min_tokens", Request("x", [1], SamplingParams(min_tokens=5, max_tokens=4))),
         ("min_tokens", Request("x", [1], SamplingParams(min_tokens=1 << 31))),
         ("seed", Request("x", [1], SamplingParams(seed=1 << 63))),
+        ("cache_salt", Request("x", [1], cache_salt="\ud800")),
     ],
 )
 async def test_an_invalid_request_raises_an_error_with_the_field(engine, field, request_):
@@ -279,6 +281,11 @@ async def test_an_invalid_request_raises_an_error_with_the_field(engine, field, 
         await collect(engine, request_)
     assert caught.value.field == field
     assert field.removesuffix("_sequences") in str(caught.value)
+
+
+async def test_end_tokens_beyond_the_vocabulary_are_refused(toy_spec):
+    with pytest.raises(ConfigError, match=r"eos_token_ids is \(5, 97\), but all ids must be from 0 to 96"):
+        await AsyncEngine.start(replace(toy_spec(), eos_token_ids=(5, 97)), EngineConfig(**BASE))
 
 
 async def test_a_failing_step_fails_all_requests_with_the_reason(toy_spec, caplog):

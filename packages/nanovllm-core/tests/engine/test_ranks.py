@@ -62,6 +62,38 @@ def test_two_ranks_answer_like_one_rank_with_every_sampling_option(
     compare_answers(asyncio.run(answer_all(config, PROMPTS)), expected)
 
 
+def test_requests_get_their_own_log_probabilities_with_dp_attention():
+    # With as many requests as a step may have, no row is padding. All rows are for requests with log-probabilities.
+    sampling = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, logprobs=2)
+
+    async def run(config: EngineConfig) -> list[list[RequestOutput]]:
+        engine = await AsyncEngine.start(toy_model.toy_spec(), config)
+        try:
+            prompts = (list(range(10 + index, 14 + 3 * index)) for index in range(config.max_num_seqs))
+            return await asyncio.gather(*(collect(engine, prompt, sampling, str(prompt)) for prompt in prompts))
+        finally:
+            await engine.stop()
+
+    expected = asyncio.run(run(replace(CONFIG, tensor_parallel_size=1)))
+    found = asyncio.run(run(replace(CONFIG, dp_attention=True)))
+    compare_answers(dict(enumerate(found)), dict(enumerate(expected)))
+
+
+def test_a_failed_start_leaves_no_process_group():
+    async def run() -> None:
+        with pytest.raises(ConfigError, match="kv_offload_gib is 1e-06, but must be at least"):
+            await AsyncEngine.start(toy_model.toy_spec(), replace(CONFIG, kv_offload_gib=1e-6))
+        await (await AsyncEngine.start(toy_model.toy_spec(), CONFIG)).stop()
+
+    asyncio.run(run())
+
+
+def test_a_config_error_of_all_ranks_is_raised_and_not_printed(capfd):
+    with pytest.raises(ConfigError, match="num_key_value_heads is 2, which 3 ranks can't share evenly"):
+        asyncio.run(EngineClient.launch(toy_model.toy_spec(), replace(CONFIG, tensor_parallel_size=3)))
+    assert "Traceback" not in capfd.readouterr().err
+
+
 def test_a_rank_that_can_not_build_the_model_fails_the_start_with_its_reason():
     with pytest.raises(ValueError, match="this model can't be built"):
         asyncio.run(AsyncEngine.start(toy_model.toy_spec("refusing"), CONFIG))

@@ -1,4 +1,5 @@
 import json
+from pathlib import Path
 
 import pytest
 from toy_model import toy_spec
@@ -31,6 +32,15 @@ async def test_an_unwritable_trace_path_is_refused_before_the_model_is_loaded(tm
     # Loading this model would raise another error.
     with pytest.raises(ConfigError, match=r"trace is '.*trace\.json', which can't be written \(No such file"):
         await AsyncEngine.start(toy_spec("refusing"), EngineConfig(device="cpu", trace=file))
+
+
+async def test_requests_are_served_if_the_trace_can_not_be_written(caplog):
+    engine = await AsyncEngine.start(toy_spec(), EngineConfig(device="cpu", num_blocks=32, trace=Path("/dev/full")))
+    request = Request("r", [1, 2, 3], SamplingParams(temperature=0, max_tokens=200, ignore_eos=True))
+    assert sum([len(output.new_token_ids) async for output in engine.generate(request)]) == 200
+    await engine.stop()
+    (record,) = caplog.records
+    assert record.message == "the trace /dev/full ends here, because it can't be written: No space left on device"
 
 
 async def test_a_trace_is_closed_when_loading_fails(tmp_path):

@@ -45,11 +45,15 @@ def parse_quantization(config: JsonFields) -> BlockFP8 | None:
     return BlockFP8(unquantized_modules)
 
 
-def parse_eos_token_ids(path: Path, config: JsonFields) -> tuple[int, ...]:
-    """Return the token ids that end a sequence, from config.json and generation_config.json. Raises ModelError."""
+def parse_eos_token_ids(path: Path, config: JsonFields, vocab_size: int) -> tuple[int, ...]:
+    """Return the token ids that end a sequence, from config.json and generation_config.json. Raises ModelError.
+
+    Ids of at least `vocab_size` are left out, because the model can't generate them.
+    """
     generation_config = path / "generation_config.json"
     generation_ids = read_fields(generation_config).token_ids("eos_token_id") if generation_config.exists() else ()
-    return tuple(dict.fromkeys(config.token_ids("eos_token_id") + generation_ids))
+    ids = dict.fromkeys(config.token_ids("eos_token_id") + generation_ids)
+    return tuple(token_id for token_id in ids if token_id < vocab_size)
 
 
 def parse_rotary(

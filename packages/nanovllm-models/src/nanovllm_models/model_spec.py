@@ -67,7 +67,7 @@ def make_model_spec(
     fields: fields of config.json. config: the family's config, parsed from `fields`.
     build: builds the model; must be picklable.
     """
-    eos_token_ids = parse_eos_token_ids(path, fields)
+    eos_token_ids = parse_eos_token_ids(path, fields, config.vocab_size)
     return ModelSpec(
         name=name,
         vocab_size=config.vocab_size,

@@ -26,6 +26,7 @@ from nanovllm_core.engine.ranks import FAILED_RANK_TIMEOUT_S, RankProcesses
 from nanovllm_core.engine.report import describe_engine
 from nanovllm_core.engine.thread_names import ENGINE_THREAD_NAME
 from nanovllm_core.engine.trace import StepTracer, TraceFile
+from nanovllm_core.errors import ConfigError
 from nanovllm_core.execution.entry_copier import EntryCopier, make_copier
 from nanovllm_core.execution.runner import Runner, start_runner
 from nanovllm_core.grammar.grammars import Grammars
@@ -50,6 +51,8 @@ async def build_loop(spec: ModelSpec, config: EngineConfig, directory: Path | No
     directory: for temporary files; None for the system's directory.
     Raises ConfigError and the exceptions of `spec.build`.
     """
+    if any(not 0 <= token_id < spec.vocab_size for token_id in spec.eos_token_ids):
+        raise ConfigError(f"eos_token_ids is {spec.eos_token_ids}, but all ids must be from 0 to {spec.vocab_size - 1}")
     resolved = resolve(
         config,
         max_position=spec.max_position if spec.draft is None else min(spec.max_position, spec.draft.max_position),
@@ -87,9 +90,12 @@ async def build_loop(spec: ModelSpec, config: EngineConfig, directory: Path | No
         scheduler = _make_scheduler(spec, resolved, runner, step_time_model, draft_times, tier, hash_secret)
         transfers = _make_transfers(spec, resolved, runner, copier, scheduler, transfer_secret)
     except BaseException:
-        executor.shutdown(wait=False)
         if ranks is not None:
             await asyncio.to_thread(ranks.close)
+            leaving = asyncio.get_running_loop().run_in_executor(executor, ranks.abandon)
+            # On a GPU, the thread may wait for another rank for ever.
+            await asyncio.wait([leaving], timeout=FAILED_RANK_TIMEOUT_S)
+        executor.shutdown(wait=False)
         spin_control.close()
         if trace_file is not None:
             trace_file.close()
@@ -127,6 +133,8 @@ async def _run_on_thread(
     result_future = event_loop.run_in_executor(executor, function)
     if ranks is None:
         return await result_future
+    # If another rank's failure is raised instead, nothing else reads this exception, and asyncio would print it.
+    result_future.add_done_callback(lambda future: future.cancelled() or future.exception())
     failure_future = event_loop.create_future()
 
     def end_wait() -> None:

@@ -32,6 +32,10 @@ def check_request(request: Request, info: EngineInfo) -> None:
             f"the prediction has {len(request.prediction_ids)} tokens, but the context has {info.max_model_len}: "
             "shorten the prediction",
         )
+    try:
+        request.cache_salt.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError("cache_salt", f"cache_salt is no valid Unicode: {error}") from error
     if request.prefix_peer and request.prefix_peer not in info.transfer_peers:
         raise RequestError(
             "prefix_peer",

@@ -3,6 +3,7 @@
 The format is Chrome's JSON array. The closing bracket is optional, so the trace of a killed process is readable.
 """
 
+import logging
 import os
 import time
 from collections.abc import Generator, Sequence
@@ -18,6 +19,7 @@ from nanovllm_core.errors import ConfigError
 from nanovllm_core.execution.step_handle import StepHandle
 from nanovllm_core.transfer.fetches import PrefixFetch
 
+_log = logging.getLogger(__name__)
 _encode = msgspec.json.Encoder().encode
 
 Track = Literal["plan", "launch", "device", "output", "load", "fetch"]
@@ -25,16 +27,21 @@ TRACK_IDS: dict[Track, int] = {"plan": 0, "launch": 1, "device": 2, "output": 3,
 
 
 class TraceFile:
-    """A trace file. Viewers show each track as a thread. Raises ConfigError if the file can't be written."""
+    """A trace file. Viewers show each track as a thread. Raises ConfigError if the file can't be opened.
+
+    If a later write fails, because a disk is full for example, the file gets no more spans.
+    """
 
     def __init__(self, path: Path):
+        self._path = path
+        self._has_failed = False
         try:
             self._stream = path.open("wb")
         except OSError as error:
             raise ConfigError(
                 f"trace is {str(path)!r}, which can't be written ({error.strerror}): choose another file"
             ) from error
-        self._stream.write(b"[\n")
+        self._write_bytes(b"[\n")
         for track, track_id in TRACK_IDS.items():
             self._write({"ph": "M", "name": "thread_name", "tid": track_id, "args": {"name": track}})
 
@@ -55,10 +62,25 @@ class TraceFile:
 
     def close(self) -> None:
         """Write buffered spans and close the file."""
-        self._stream.close()
+        with self._recorded_failures():
+            self._stream.close()
 
     def _write(self, event: dict[str, object]) -> None:
-        self._stream.write(_encode({"pid": os.getpid(), **event}) + b",\n")
+        self._write_bytes(_encode({"pid": os.getpid(), **event}) + b",\n")
+
+    def _write_bytes(self, data: bytes) -> None:
+        if not self._has_failed:
+            with self._recorded_failures():
+                self._stream.write(data)
+
+    @contextmanager
+    def _recorded_failures(self) -> Generator[None]:
+        try:
+            yield
+        except OSError as error:
+            if not self._has_failed:
+                _log.error("the trace %s ends here, because it can't be written: %s", self._path, error.strerror)
+            self._has_failed = True
 
 
 class StepTracer:
