@@ -215,7 +215,6 @@ def test_grammar_accepts_valid_and_rejects_invalid_texts(name):
         ({**INTEGER, "minimum": 5, "maximum": 4}, "/minimum", "minimum"),
         ({"type": "number", "minimum": 1e-9, "maximum": 2e-9}, "/minimum", "minimum"),
         ({"const": 2**64}, "/const", "const"),
-        ({"const": 2.0**63}, "/const", "const"),
         ({"enum": [1, {"a": [-123456789012345678901.0]}]}, "/enum", "enum"),
         (objects({}, minProperties=2, additionalProperties=True), "/minProperties", "minProperties"),
         ({"if": {"uniqueItems": True}, "then": False}, "/if", "if"),
