@@ -36,6 +36,7 @@ FORMATS: dict[str, str] = {
     "ipv6": rf"^(?:{_IPV6})$",
     "hostname": rf"^{_HOST_LABEL}(?:\.{_HOST_LABEL}){{0,3}}$",
     "email": rf"^{_EMAIL_CHAR}{{1,30}}(?:\.{_EMAIL_CHAR}{{1,30}}){{0,4}}@{_HOST_LABEL}(?:\.{_HOST_LABEL}){{1,3}}$",
-    "uri": rf"^[A-Za-z][A-Za-z0-9+.-]*:(?://)?(?:[{_URI_CHARS}]|{_URI_BYTE})(?:[/{_URI_CHARS}]|{_URI_BYTE})*"
-    rf"(?:\?(?:[/?{_URI_CHARS}]|{_URI_BYTE})*)?(?:#(?:[/?{_URI_CHARS}]|{_URI_BYTE})*)?$",
+    # Everything between the scheme and "#" is a path and a query. Few repetitions compile fast, see `_shorten_format`.
+    "uri": rf"^[A-Za-z][A-Za-z0-9+.-]{{0,31}}:(?://)?(?:[{_URI_CHARS}]|{_URI_BYTE})"
+    rf"(?:[/?{_URI_CHARS}]|{_URI_BYTE})*(?:#(?:[/?{_URI_CHARS}]|{_URI_BYTE})*)?$",
 }
