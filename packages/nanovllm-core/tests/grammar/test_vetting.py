@@ -1,5 +1,6 @@
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -9,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import toy_model
-from grammars import JSON, REGEX, SLOW
+from grammars import EBNF, JSON, OBJECT, REGEX, SLOW
 
-from nanovllm_core import GrammarError, GrammarSpec
+from nanovllm_core import GrammarError, GrammarSpec, Vocabulary
 from nanovllm_core.grammar import vetting
 from nanovllm_core.grammar.vetting import Vetter
 
@@ -142,3 +143,45 @@ def test_vetting_process_and_its_children_end_with_the_parent():
     for running_pid in running_pids:
         os.kill(running_pid, signal.SIGKILL)
     assert not running_pids
+
+
+def letter_vocabulary() -> Vocabulary:
+    rng = random.Random(0)
+    words = {bytes(rng.choices(b"abcdefghijklmnopqrstuvwxyz", k=rng.randint(2, 8))) for _ in range(20_000)}
+    texts = sorted({*(bytes([byte]) for byte in range(256)), *words, *(b" " + word for word in words)})
+    return Vocabulary([*texts, b""], (len(texts),))
+
+
+SLOW_PATTERN = "([a-z]{1,20} ?){1,40}"
+SLOW_STRING = {"type": "string", "pattern": f"^{SLOW_PATTERN}$"}
+AFTER_STRINGS = {f"name{index}": {"type": "string", "maxLength": 40} for index in range(20)} | {"last": SLOW_STRING}
+HTTP_URL = {"type": "string", "format": "uri", "minLength": 1, "maxLength": 2083}
+
+
+def after_reasoning(content) -> str:
+    reasoning = {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": "</think>"}
+    return json.dumps({"type": "structural_tag", "format": {"type": "sequence", "elements": [reasoning, content]}})
+
+
+@pytest.mark.slow
+@pytest.mark.background
+def test_grammar_with_slow_masks_is_refused():
+    vocabulary = letter_vocabulary()
+    vetter = Vetter(lambda: vocabulary, len(vocabulary.tokens))
+    try:
+        for spec in (
+            GrammarSpec("regex", SLOW_PATTERN),
+            GrammarSpec("json_schema", json.dumps({"type": "object", "properties": AFTER_STRINGS})),
+            GrammarSpec("structural_tag", after_reasoning({"type": "regex", "pattern": SLOW_PATTERN})),
+        ):
+            with pytest.raises(GrammarError, match="the model's allowed tokens take too long to find under"):
+                vetter.vet(spec)
+        for spec in (
+            *(GrammarSpec("regex", pattern) for pattern in (r"(\w+ ){1,5}\w+", ".*", ".{1,200}", "(- [^\n]{1,50}\n)+")),
+            *(GrammarSpec("json_schema", json.dumps(schema)) for schema in ({}, HTTP_URL, OBJECT)),
+            GrammarSpec("structural_tag", after_reasoning({"type": "regex", "pattern": "(yes|no), [a-z]{3,8}"})),
+            EBNF,
+        ):
+            vetter.vet(spec)
+    finally:
+        vetter.close()

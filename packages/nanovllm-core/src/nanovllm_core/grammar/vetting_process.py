@@ -22,6 +22,7 @@ import msgspec
 
 from nanovllm_core.errors import GrammarError
 from nanovllm_core.grammar.compiler import Compiler, write_rules
+from nanovllm_core.grammar.mask_times import MaskTimer
 from nanovllm_core.grammar.schema_enforcement import convert_grammar
 from nanovllm_core.grammar.vetting import DIED, FAILED, OUT_OF_TIME, PASSED, REFUSED, VettingSetup, receive_message
 from nanovllm_core.grammar_types import GrammarSpec
@@ -64,11 +65,12 @@ def main() -> None:
         setup = msgspec.msgpack.decode(setup_message[0], type=VettingSetup)
         compiler = Compiler(setup.tokens, setup.end_ids, setup.vocab_size)
         compiler.warm_up()
+        mask_timer = MaskTimer(setup.tokens)
         # A child's garbage collection would copy all memory pages that it shares with this process.
         gc.freeze()
         children: dict[int, VettingChild] = {}
         try:
-            _serve(engine, wakeup_read, setup, compiler, children)
+            _serve(engine, wakeup_read, setup, (compiler, mask_timer), children)
         finally:
             for pid in children:
                 os.kill(pid, signal.SIGKILL)
@@ -81,7 +83,11 @@ def _ignore_signal(_signal: int, _frame: object) -> None:
 
 
 def _serve(
-    engine: socket.socket, wakeup_read: int, setup: VettingSetup, compiler: Compiler, children: dict[int, VettingChild]
+    engine: socket.socket,
+    wakeup_read: int,
+    setup: VettingSetup,
+    tools: tuple[Compiler, MaskTimer],
+    children: dict[int, VettingChild],
 ) -> None:
     poll = select.poll()
     poll.register(engine, select.POLLIN)
@@ -107,7 +113,7 @@ def _serve(
                 # Close the copies of other replies' descriptors: the engine reads a reply until all copies are closed.
                 for child in children.values():
                     os.close(child.reply_fd)
-                _compile_and_exit(compiler, payload, setup, reply_fd)
+                _compile_and_exit(*tools, payload, setup, reply_fd)
             children[pid] = VettingChild(time.monotonic() + setup.max_wall_seconds, reply_fd)
 
 
@@ -125,8 +131,10 @@ def _send_verdicts(children: dict[int, VettingChild]) -> None:
         os.close(child.reply_fd)
 
 
-def _compile_and_exit(compiler: Compiler, payload: bytes, setup: VettingSetup, reply_fd: int) -> None:
-    """Convert and compile in the child process, write the result or the error to `reply_fd`, and exit."""
+def _compile_and_exit(
+    compiler: Compiler, mask_timer: MaskTimer, payload: bytes, setup: VettingSetup, reply_fd: int
+) -> None:
+    """Convert, compile and time a grammar in the child process, write the result to `reply_fd`, and exit."""
     exit_code = _DIED_EXIT_CODE
     try:
         os.nice(_NICE)
@@ -142,7 +150,8 @@ def _compile_and_exit(compiler: Compiler, payload: bytes, setup: VettingSetup, r
         spec = msgspec.msgpack.decode(payload, type=GrammarSpec)
         enforceable = convert_grammar(spec)
         rules = write_rules(enforceable.spec)
-        compiler.compile(enforceable.spec, rules=rules)
+        grammar = compiler.compile(enforceable.spec, rules=rules)
+        mask_timer.check(compiler, enforceable.spec, grammar)
         _write_reply(reply_fd, msgspec.structs.replace(enforceable, rules=rules))
         exit_code = 0
     except GrammarError as error:
