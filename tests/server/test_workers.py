@@ -18,6 +18,7 @@ from pathlib import Path
 import openai
 import pytest
 from messages import WORKER_DIED, WORKER_HANGS, WORKER_IS_NOT_REPLACED
+from server_load import wait_for_load
 from stopped_process import stop_process
 
 pytestmark = pytest.mark.slow
@@ -90,13 +91,6 @@ def read_metric(server, name):
     return float(re.search(rf"^nanovllm:{name}(?:{{[^}}]*}})? (\S+)$", get(server, "/metrics")[1], re.MULTILINE)[1])
 
 
-async def wait_for_load(server, num_sequences):
-    """Both workers report the sequences of both."""
-    async with asyncio.timeout(60):
-        while json.loads((await asyncio.to_thread(get, server, "/load"))[1])["server_load"] != num_sequences:
-            await asyncio.sleep(0.01)
-
-
 async def test_two_workers_give_the_same_answers_and_metrics(shared_server):
     texts = await asyncio.gather(*(send_stream_request(shared_server, number, 20) for number in range(16)))
     for number in (0, 7, 15):
@@ -141,7 +135,7 @@ async def test_workers_share_one_queue_limit(shared_server):
             await asyncio.sleep(0.01)
     # The streams that run do not end before the last stream has arrived.
     with stop_process(shared_server.engine_pid()):
-        await wait_for_load(shared_server, 24)
+        await wait_for_load(shared_server.url, 24)
         for _ in range(6):
             with pytest.raises(openai.RateLimitError, match="24 sequences of at most 24"):
                 await send_request(shared_server)
@@ -153,7 +147,7 @@ async def test_workers_share_one_queue_limit(shared_server):
     for stream in streams:
         stream.cancel()
     await asyncio.wait(streams)
-    await wait_for_load(shared_server, 0)
+    await wait_for_load(shared_server.url, 0)
     async with asyncio.timeout(60):
         while read_metric(shared_server, "num_requests_running") + read_metric(shared_server, "num_requests_waiting"):
             await asyncio.sleep(0.05)
@@ -247,7 +241,7 @@ async def test_both_workers_drain_on_sigterm(run_server, tiny_model):
         # The streams that run do not end before the workers drain.
         with stop_process(server.engine_pid()):
             streams += [asyncio.create_task(send_stream_request(server, number, 100)) for number in range(8, 12)]
-            await wait_for_load(server, 12)
+            await wait_for_load(server.url, 12)
             server.process.send_signal(signal.SIGTERM)
             # A service manager may signal all processes of the service; only the parent reacts.
             for pid in (*server.worker_pids(), server.engine_pid()):

@@ -6,14 +6,13 @@ The program runs every carrier and setting with every tiny model. test_transfers
 import argparse
 import asyncio
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rank_matrix import write_tiny_checkpoint
 from tiny_models import AMPLE_CACHE, SCARCE_CACHE, TINY_MODELS, generate, make_predictions
-from transfer_pairs import CARRIERS, allow_long_silence, write_secret
+from transfer_pairs import CARRIERS, allow_long_silence, wait_until, write_secret
 
 from nanovllm_core import AsyncEngine, Engine, EngineClient, EngineConfig, EngineStats
 from nanovllm_core.engine import build
@@ -39,7 +38,6 @@ SAMPLINGS = (
     {"temperature": 0.8, "top_p": 0.9},
     {"temperature": 0.9, "presence_penalty": 0.5, "logprobs": 2},
 )
-MAX_WAIT_S = 60.0
 
 
 def can_run(name: str, setting: str) -> bool:
@@ -98,13 +96,6 @@ async def await_peer(engine: AsyncEngine) -> None:
 
 async def await_idle(engine: Engine) -> None:
     await wait_until(lambda: engine.stats.num_leases == 0 and engine.stats.num_free_blocks == engine.stats.num_blocks)
-
-
-async def wait_until(condition) -> None:
-    deadline_s = time.monotonic() + MAX_WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline_s
-        await asyncio.sleep(0.01)
 
 
 def main() -> None:

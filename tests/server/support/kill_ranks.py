@@ -20,9 +20,8 @@ import urllib.request
 from pathlib import Path
 
 NUM_STREAMS = 8
-# Limits of the program; the tests have others.
-MAX_ERROR_S = 5.0
-MAX_END_S = 15.0
+MAX_ERROR_S = 5.0  # from the kill to the end of the last stream
+MAX_END_S = 15.0  # from the end of the last stream to the end of the last process
 ENGINE_DIED = "engine died"
 RANK_ENDED = "has ended (exit code"
 START_TIMEOUT_S = 600.0
@@ -104,22 +103,14 @@ def read_status(url: str) -> tuple[int, str] | None:
         return None
 
 
-async def kill_once(command: list[str], rank: int, num_ranks: int, max_error_s: float, max_end_s: float) -> str:
-    """Kills one rank of a new server. Returns a report of one line.
-
-    max_error_s: maximum time from the kill to the end of the last stream.
-    max_end_s: maximum time from the end of the last stream to the end of the last process.
-    Raises AssertionError or TimeoutError if the server does not end as it should.
-    """
+async def kill_once(command: list[str], rank: int, num_ranks: int) -> str:
     with tempfile.TemporaryDirectory() as directory:
-        report = await _kill_once(command, rank, num_ranks, max_error_s, max_end_s, directory)
+        report = await _kill_once(command, rank, num_ranks, directory)
         assert not (files := find_leftovers(directory)), f"left: {files}"
     return report
 
 
-async def _kill_once(
-    command: list[str], rank: int, num_ranks: int, max_error_s: float, max_end_s: float, directory: str
-) -> str:
+async def _kill_once(command: list[str], rank: int, num_ranks: int, directory: str) -> str:
     # pytest's process may have set torch's cache directory. The server has to set this directory by itself.
     environment = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"}
     server = await asyncio.create_subprocess_exec(
@@ -152,7 +143,7 @@ async def _kill_once(
     # The server may end right after its answers, so ask at once.
     routes = [f"http://{host}:{port}{path}" for path in ("/health", "/ready")]
     health_answers = await asyncio.gather(*(asyncio.to_thread(read_status, route) for route in routes))
-    async with asyncio.timeout(max_end_s):
+    async with asyncio.timeout(MAX_END_S):
         exit_status = await server.wait()
         while remaining_pids := [pid for pid in descendants if read_processes().get(pid, (0, "Z"))[1] != "Z"]:
             await asyncio.sleep(0.05)
@@ -162,7 +153,7 @@ async def _kill_once(
     assert all(reason.encode() in answer for answer in answers), f"no {reason!r} in an error: {answers[0][-300:]!r}"
     log = (await reading_log).decode()
     assert any(ENGINE_DIED in line and reason in line for line in log.splitlines()), log
-    assert error_s <= max_error_s, f"the last stream ended after {error_s:.1f} s"
+    assert error_s <= MAX_ERROR_S, f"the last stream ended after {error_s:.1f} s"
     for found in health_answers:
         assert found is None or (found[0] == 503 and "engine" in found[1]), f"/health and /ready say {health_answers}"
     assert exit_status == 1, f"exit status {exit_status}"
@@ -183,8 +174,7 @@ def main() -> None:
     rng = random.Random(0)
     for index in range(arguments.times):
         rank = rng.randrange(arguments.ranks)
-        report = asyncio.run(kill_once(command, rank, arguments.ranks, MAX_ERROR_S, MAX_END_S))
-        print(f"{index + 1}: rank {rank}: {report}", flush=True)
+        print(f"{index + 1}: rank {rank}: {asyncio.run(kill_once(command, rank, arguments.ranks))}", flush=True)
 
 
 if __name__ == "__main__":

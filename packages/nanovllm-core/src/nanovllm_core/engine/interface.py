@@ -35,7 +35,9 @@ def check_request(request: Request, info: EngineInfo) -> None:
     try:
         request.cache_salt.encode()
     except UnicodeEncodeError as error:
-        raise RequestError("cache_salt", f"cache_salt is no valid Unicode: {error}") from error
+        raise RequestError(
+            "cache_salt", f"cache_salt has a surrogate at position {error.start}, which UTF-8 can't encode: remove it"
+        ) from error
     if request.prefix_peer and request.prefix_peer not in info.transfer_peers:
         raise RequestError(
             "prefix_peer",

@@ -22,33 +22,37 @@ MAX_TRIAL_S = 3.0
 MAX_PATTERNS_S = 2.0
 
 
-class MaskTimer:
-    """Times the masks of trial answers. tokens: bytes by token id."""
+class TrialCompiler:
+    """Compiles grammars, and times the masks of trial answers. tokens: bytes by token id."""
 
-    def __init__(self, tokens: Sequence[bytes]):
+    def __init__(self, compiler: Compiler, tokens: Sequence[bytes]):
+        self._compiler = compiler
         letters = [index for index, token in enumerate(tokens) if token.strip().isalpha()]
         quotes = [index for index, token in enumerate(tokens) if token.startswith(b'"')]
         # Letters stay within strings, where ambiguous patterns are slow. Quotes lead to the next string.
         self._letters = np.array(letters, np.int64)
         self._quotes = np.array(quotes, np.int64)
 
-    def check(self, compiler: Compiler, spec: GrammarSpec, grammar: Grammar) -> None:
-        """Time trial answers of a grammar, and of each pattern in its source. Raises GrammarError if masks are slow.
+    def check(self, spec: GrammarSpec, rules: str | None) -> None:
+        """Compile a converted grammar, and time trial answers of the grammar and of each pattern in its source.
 
         A trial answer may not reach a pattern, for example behind reasoning. So each pattern has its own answer.
+        rules: the result of `write_rules(spec)`.
+        Raises GrammarError if the grammar can't be compiled, or if masks are slow.
         """
-        self._time_answer(grammar, leaves_strings=True)
+        self._time_answer(self._compiler.compile(spec, rules=rules), leaves_strings=True)
         if spec.kind not in ("json_schema", "structural_tag"):
             return
         deadline = time.thread_time() + MAX_PATTERNS_S
         for pattern in dict.fromkeys(_find_patterns(orjson.loads(spec.source))):
-            # Bounded strings have fast masks.
-            if parse_bounded_pattern(pattern) is not None or time.thread_time() > deadline:
-                continue
+            if time.thread_time() > deadline:
+                return
+            if parse_bounded_pattern(pattern) is not None:
+                continue  # Bounded strings have fast masks.
             # As a JSON string, the pattern's rules are in the cache of compiled rules.
             string_schema = orjson.dumps({"type": "string", "pattern": pattern}).decode()
             try:
-                pattern_grammar = compiler.compile(GrammarSpec("json_schema", string_schema))
+                pattern_grammar = self._compiler.compile(GrammarSpec("json_schema", string_schema))
             except GrammarError:
                 continue  # No token can begin the pattern, but the grammar may have other options.
             self._time_answer(pattern_grammar, leaves_strings=False)

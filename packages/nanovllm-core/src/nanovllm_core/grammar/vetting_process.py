@@ -22,7 +22,7 @@ import msgspec
 
 from nanovllm_core.errors import GrammarError
 from nanovllm_core.grammar.compiler import Compiler, write_rules
-from nanovllm_core.grammar.mask_times import MaskTimer
+from nanovllm_core.grammar.mask_times import TrialCompiler
 from nanovllm_core.grammar.schema_enforcement import convert_grammar
 from nanovllm_core.grammar.vetting import DIED, FAILED, OUT_OF_TIME, PASSED, REFUSED, VettingSetup, receive_message
 from nanovllm_core.grammar_types import GrammarSpec
@@ -65,12 +65,12 @@ def main() -> None:
         setup = msgspec.msgpack.decode(setup_message[0], type=VettingSetup)
         compiler = Compiler(setup.tokens, setup.end_ids, setup.vocab_size)
         compiler.warm_up()
-        mask_timer = MaskTimer(setup.tokens)
+        trial_compiler = TrialCompiler(compiler, setup.tokens)
         # A child's garbage collection would copy all memory pages that it shares with this process.
         gc.freeze()
         children: dict[int, VettingChild] = {}
         try:
-            _serve(engine, wakeup_read, setup, (compiler, mask_timer), children)
+            _serve(engine, wakeup_read, setup, trial_compiler, children)
         finally:
             for pid in children:
                 os.kill(pid, signal.SIGKILL)
@@ -86,7 +86,7 @@ def _serve(
     engine: socket.socket,
     wakeup_read: int,
     setup: VettingSetup,
-    tools: tuple[Compiler, MaskTimer],
+    trial_compiler: TrialCompiler,
     children: dict[int, VettingChild],
 ) -> None:
     poll = select.poll()
@@ -113,7 +113,7 @@ def _serve(
                 # Close the copies of other replies' descriptors: the engine reads a reply until all copies are closed.
                 for child in children.values():
                     os.close(child.reply_fd)
-                _compile_and_exit(*tools, payload, setup, reply_fd)
+                _compile_and_exit(trial_compiler, payload, setup, reply_fd)
             children[pid] = VettingChild(time.monotonic() + setup.max_wall_seconds, reply_fd)
 
 
@@ -131,9 +131,7 @@ def _send_verdicts(children: dict[int, VettingChild]) -> None:
         os.close(child.reply_fd)
 
 
-def _compile_and_exit(
-    compiler: Compiler, mask_timer: MaskTimer, payload: bytes, setup: VettingSetup, reply_fd: int
-) -> None:
+def _compile_and_exit(trial_compiler: TrialCompiler, payload: bytes, setup: VettingSetup, reply_fd: int) -> None:
     """Convert, compile and time a grammar in the child process, write the result to `reply_fd`, and exit."""
     exit_code = _DIED_EXIT_CODE
     try:
@@ -150,8 +148,7 @@ def _compile_and_exit(
         spec = msgspec.msgpack.decode(payload, type=GrammarSpec)
         enforceable = convert_grammar(spec)
         rules = write_rules(enforceable.spec)
-        grammar = compiler.compile(enforceable.spec, rules=rules)
-        mask_timer.check(compiler, enforceable.spec, grammar)
+        trial_compiler.check(enforceable.spec, rules)
         _write_reply(reply_fd, msgspec.structs.replace(enforceable, rules=rules))
         exit_code = 0
     except GrammarError as error:

@@ -30,12 +30,8 @@ def string_pattern(shape: StringShape, place: str, count_steps: search.CountStep
 
 
 def string_tree(shape: StringShape, place: str, count_steps: search.CountSteps) -> regex.Node:
-    """The regex tree of a shape's strings, without strings that need escapes in JSON. Raises SchemaError.
-
-    A pattern replaces the format: libraries such as Zod write each format a second time, as a pattern.
-    """
+    """The regex tree of a shape's strings, without strings that need escapes in JSON. Raises SchemaError."""
     keyword = next((name for name, _ in shape.places if name in ("pattern", "maxLength", "minLength")), "pattern")
-    patterns = shape.patterns or {FORMATS[name] for name in (shape.format,) if name in FORMATS}
     error_place = keyword_place(shape, keyword) or place
     if len(shape.patterns) > 1:
         raise SchemaError(error_place, "pattern", "can't be enforced together with another pattern")
@@ -43,7 +39,7 @@ def string_tree(shape: StringShape, place: str, count_steps: search.CountSteps) 
         raise SchemaError(error_place, "not", "can't be enforced for a pattern")
     try:
         tree: regex.Node = regex.ANY_STRING
-        for pattern in patterns:
+        for pattern in _find_patterns(shape):
             tree = regex.convert_to_full_match(regex.parse(pattern))
         tree = regex.restrict_characters(tree)
     except regex.RegexError as error:
@@ -66,6 +62,13 @@ def string_tree(shape: StringShape, place: str, count_steps: search.CountSteps) 
             problem = "can't exclude single strings together with a pattern, format or length"
             raise SchemaError(error_place, "not", problem)
     return tree
+
+
+def _find_patterns(shape: StringShape) -> Collection[str]:
+    """The shape's patterns, or the pattern of its format: libraries such as Zod write a format as a pattern too."""
+    if not shape.patterns and shape.format in FORMATS:
+        return [FORMATS[shape.format]]
+    return shape.patterns
 
 
 def limit_length(tree: regex.Node, low: int, high: int | None) -> regex.Node | None:
