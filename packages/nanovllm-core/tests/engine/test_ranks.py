@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from dataclasses import replace
 from multiprocessing.context import SpawnProcess
@@ -13,6 +14,7 @@ import pytest
 import torch
 import toy_model
 from sampled_answers import PROMPTS, SAMPLINGS, answer_all, collect, compare_answers, tokens_of
+from torch import distributed
 
 from nanovllm_core import (
     AsyncEngine,
@@ -92,6 +94,28 @@ def test_a_config_error_of_all_ranks_is_raised_and_not_printed(capfd):
     with pytest.raises(ConfigError, match="num_key_value_heads is 2, which 3 ranks can't share evenly"):
         asyncio.run(EngineClient.launch(toy_model.toy_spec(), replace(CONFIG, tensor_parallel_size=3)))
     assert "Traceback" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("closes", [False, True])
+def test_no_rank_ends_before_rank_0_has_connected(closes, monkeypatch):
+    # Each rank refuses the model just after it has joined.
+    processes = RankProcesses(toy_model.toy_spec(), replace(RESOLVED, tensor_parallel_size=3), None)
+    connect, close_thread, states = distributed.init_process_group, threading.Thread(target=processes.close), []
+
+    def connect_slowly(*arguments, **options):
+        connect(*arguments, **options)
+        if closes:
+            close_thread.start()
+        time.sleep(2)
+        states.append((processes.has_failed, all(process.is_alive() for process in processes._processes)))
+
+    monkeypatch.setattr(distributed, "init_process_group", connect_slowly)
+    try:
+        with pytest.raises(ValueError, match="num_key_value_heads is 2, which 3 ranks can't share evenly"):
+            processes.start_rank_0(toy_model.toy_spec())
+    finally:
+        processes.close()
+    assert states == [(False, True)]
 
 
 def test_a_rank_that_can_not_build_the_model_fails_the_start_with_its_reason():

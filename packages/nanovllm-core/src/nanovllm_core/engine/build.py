@@ -22,7 +22,7 @@ from nanovllm_core.cache.tiers import HostTier
 from nanovllm_core.config import GIB, MIXED_STEP_LIMIT_S, PROMPT_STEP_LIMIT_S, EngineConfig, ResolvedConfig
 from nanovllm_core.config_resolution import resolve
 from nanovllm_core.engine.loop import EngineLoop
-from nanovllm_core.engine.ranks import FAILED_RANK_TIMEOUT_S, RankProcesses
+from nanovllm_core.engine.ranks import FAILED_START_TIMEOUT_S, RankProcesses
 from nanovllm_core.engine.report import describe_engine
 from nanovllm_core.engine.thread_names import ENGINE_THREAD_NAME
 from nanovllm_core.engine.trace import StepTracer, TraceFile
@@ -93,8 +93,7 @@ async def build_loop(spec: ModelSpec, config: EngineConfig, directory: Path | No
         if ranks is not None:
             await asyncio.to_thread(ranks.close)
             leaving = asyncio.get_running_loop().run_in_executor(executor, ranks.abandon)
-            # On a GPU, the thread may wait for another rank for ever.
-            await asyncio.wait([leaving], timeout=FAILED_RANK_TIMEOUT_S)
+            await asyncio.wait([leaving], timeout=FAILED_START_TIMEOUT_S)
         executor.shutdown(wait=False)
         spin_control.close()
         if trace_file is not None:
@@ -146,7 +145,7 @@ async def _run_on_thread(
     if failure_future.done():
         # `close` ends the other ranks. A thread that waits for them then continues on a CPU, but maybe not on a GPU.
         await asyncio.to_thread(ranks.close)
-        await asyncio.wait([result_future], timeout=FAILED_RANK_TIMEOUT_S)
+        await asyncio.wait([result_future], timeout=FAILED_START_TIMEOUT_S)
         ranks.check()
     try:
         return await result_future

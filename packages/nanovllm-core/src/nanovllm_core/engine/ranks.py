@@ -34,8 +34,10 @@ from nanovllm_kernels.openmp_spinning import SpinControl, can_shorten_spins
 
 # `RankProcesses.close` waits this long for ranks to exit after `stop`.
 STOP_TIMEOUT_S = 5.0
-# If a rank other than rank 0 has ended, the engine waits this long for the thread of rank 0.
+# If a rank other than rank 0 ends, a running engine waits this long for the thread of rank 0.
 FAILED_RANK_TIMEOUT_S = 1.0
+# A start that fails waits this long for the thread of rank 0. On a GPU, the thread may wait for another rank for ever.
+FAILED_START_TIMEOUT_S = 10.0
 # Time for which rank 0 waits, after an error, for the report of a failed rank that may have caused the error.
 REPORT_TIMEOUT_S = 4.0
 # Rank 0 checks this often whether the other ranks run.
@@ -97,6 +99,8 @@ class RankProcesses:
         self._is_stop_sent = self._is_closing = False
         self._on_failure: Callable[[], object] | None = None
         self._group: RankGroup | None = None
+        # Held while rank 0 joins the other ranks.
+        self._join_lock = threading.Lock()
         self._runner: Runner | None = None
         _allow_child_processes()
         self._processes: list[SpawnProcess] = []
@@ -125,8 +129,9 @@ class RankProcesses:
 
         Raises the exceptions of `start_runner`, and the failure of a rank that fails before it joins.
         """
-        self._wait_for_processes()
-        self._group = RankGroup(0, self._config, self._rendezvous)
+        with self._join_lock:
+            self._wait_for_processes()
+            self._group = RankGroup(0, self._config, self._rendezvous)
         try:
             runner = start_runner(spec, self._config, self._group.context)
         except BaseException:
@@ -185,6 +190,9 @@ class RankProcesses:
     def close(self) -> None:
         """End the processes, by force if they do not end by themselves after `stop`. Remove the directory."""
         self._is_closing = True
+        # If another rank were killed while rank 0 connects to it, the thread of rank 0 would wait for two hours.
+        if self._join_lock.acquire(timeout=FAILED_START_TIMEOUT_S):
+            self._join_lock.release()
         deadline_s = time.monotonic() + (STOP_TIMEOUT_S if self._is_stop_sent else 0.0)
         for process in self._processes:
             process.join(max(0.0, deadline_s - time.monotonic()))

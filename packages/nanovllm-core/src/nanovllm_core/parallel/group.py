@@ -60,6 +60,9 @@ class RankGroup:
         group = distributed.group.WORLD
         if group is None:
             raise RuntimeError("torch.distributed has no default group after init_process_group")
+        if not self._is_cuda:
+            # A rank may connect before the others do. If this rank then failed and ended, the others would wait for it.
+            distributed.barrier(group)
         self._communicator = Communicator(group, device)
         self.context = ParallelContext(rank, size, self._communicator, config.expert_parallel, config.dp_attention)
 
