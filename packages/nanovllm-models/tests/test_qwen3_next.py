@@ -125,6 +125,7 @@ def test_unexpected_tensors_are_refused_and_missing_tensors_are_named(name, shap
         ({"linear_num_value_heads": 3}, "linear_num_value_heads .* is 3, but must be a multiple"),
         ({"num_experts_per_tok": 9}, "num_experts_per_tok .* is 9, but must be at most"),
         ({"hidden_act": "gelu"}, "hidden_act .* must be silu"),
+        ({"head_dim": 20, "rope_parameters": None}, "rotary_dim .* is missing: it must be even"),
     ],
 )
 def test_invalid_configs_are_refused(changes, message, tmp_path):

@@ -64,6 +64,17 @@ def test_a_broken_config_is_refused(tmp_path, content, message):
         ),
         ({"rope_scaling": {"type": "linear", "factor": 4.0}}, 'type of rope_scaling of .* is "linear", but'),
         ({"rope_parameters": {"rope_type": "llama3"}}, "factor of rope_parameters of .* is missing"),
+        (
+            {"rope_scaling": {"rope_type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 4}},
+            "high_freq_factor of rope_scaling of .* is 4, but must be above low_freq_factor, 4",
+        ),
+        ({"rope_theta": 10**400}, "rope_theta of .* is 1.{,100}, but must be a number above 0"),
+        (
+            {"rope_theta": 1.0, "rope_scaling": {"type": "yarn", "factor": 4}},
+            "rope_theta of .* is 1.0, but must be above",
+        ),
+        ({"hidden_size": 28}, "head_dim of .* is missing: it must be even"),
+        ({"head_dim": 7}, "head_dim of .* is 7, but must be even"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor of .* is 0.5, but must be 1"),
         ({"quantization_config": FP8 | {"quant_method": "x" * 500}}, "quant_method of .* is .{,100}, but must be fp8"),
         ({"quantization_config": FP8 | {"fmt": "e5m2"}}, 'fmt of quantization_config of .* is "e5m2", but must be one'),
@@ -110,6 +121,24 @@ def test_weights_of_another_model_are_refused_when_read(write_config, session_cl
     save_file({"model.norm.weight": torch.ones(8)}, path / "model.safetensors")
     with pytest.raises(WeightError, match=r"model\.norm\.weight has shape \[8\], but the model expects \[32\]"):
         session_class(nanovllm_models.load(path))
+
+
+def test_a_draft_model_that_can_not_be_built_is_named(write_config, session_class):
+    path = write_config()
+    save_file({"model.norm.weight": torch.ones(8)}, path / "model.safetensors")
+    draft = nanovllm_models.load(path, draft=nanovllm_models.ModelDirectory(path, "small")).draft
+    with pytest.raises(
+        ModelError, match=r"the draft model small can't be built: .*model\.norm\.weight has shape \[8\]"
+    ):
+        session_class(draft)
+
+
+def test_a_weight_file_that_can_not_be_read_is_named(write_config):
+    path = write_config()
+    save_file({"model.norm.weight": torch.ones(32)}, path / "model.safetensors")
+    (path / "unused.safetensors").mkdir()
+    with pytest.raises(ModelError, match=r"can't read .*unused\.safetensors"):
+        nanovllm_models.load(path)
 
 
 def test_dummy_weights_are_drawn_from_the_seed(write_config, session_class):

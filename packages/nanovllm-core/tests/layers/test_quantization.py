@@ -70,6 +70,8 @@ def test_row_parallel_ranks_split_whole_blocks(ranks, build):
         ValueError, match=r"input size of a row-parallel layer is 320, but 2 ranks can't split its FP8 blocks of 128"
     ):
         RowParallelLinear(320, 200, ranks(2)[0], quantization=FP8)
+    with pytest.raises(ValueError, match="input size of o_proj is 384, but 2 ranks can't split its FP8 blocks"):
+        RowParallelLinear(384, 200, ranks(2)[1], name="o_proj", own_columns=slice(256, 512), quantization=FP8)
 
 
 def test_gated_mlp_multiplies_quantised_weights(build):

@@ -73,24 +73,17 @@ def parse_rotary(
     default_fraction: fraction of each head to rotate if config.json has none.
     """
     rope = config.nested("rope_scaling" if config.has("rope_scaling") else "rope_parameters")
-    theta = rope.positive_number("rope_theta", config.positive_number("rope_theta", default_theta))
+    theta_fields = rope if rope.has("rope_theta") else config
+    theta = theta_fields.positive_number("rope_theta", default_theta)
+    if theta <= 1:
+        raise theta_fields.error("rope_theta", "above 1")
     fraction = _parse_rotated_fraction(config, rope, head_dim, default_fraction)
     type_field = "rope_type" if rope.has("rope_type") else "type"
     match rope.text(type_field, "default"):
         case "default":
             return RotaryConfig(theta, fraction=fraction)
         case "llama3":
-            default_original = config.positive_integer("original_max_position_embeddings", max_position)
-            return RotaryConfig(
-                theta,
-                Llama3Scaling(
-                    factor=rope.positive_number("factor"),
-                    low_freq_factor=rope.positive_number("low_freq_factor"),
-                    high_freq_factor=rope.positive_number("high_freq_factor"),
-                    original_max_position=rope.positive_integer("original_max_position_embeddings", default_original),
-                ),
-                fraction,
-            )
+            return RotaryConfig(theta, _parse_llama3_scaling(config, rope, max_position), fraction)
         case "yarn":
             return RotaryConfig(theta, _parse_yarn(config, rope, max_position), fraction)
         case _:
@@ -113,12 +106,22 @@ def _parse_rotated_fraction(config: JsonFields, rope: JsonFields, head_dim: int 
                 f"a fraction that selects an even number (at least 2) of the {head_dim} dimensions of a head",
             )
         return rotary_dim / head_dim
-    if head_dim is None or not config.has("rotary_dim"):
+    if head_dim is None:
         return default
-    rotary_dim = config.positive_integer("rotary_dim")
+    rotary_dim = config.positive_integer("rotary_dim", max(1, round(head_dim * default)))
     if rotary_dim > head_dim or rotary_dim % 2:
         raise config.error("rotary_dim", f"even and at most the size of a head, {head_dim}")
     return rotary_dim / head_dim
+
+
+def _parse_llama3_scaling(config: JsonFields, rope: JsonFields, max_position: int) -> Llama3Scaling:
+    default_original = config.positive_integer("original_max_position_embeddings", max_position)
+    factor = rope.positive_number("factor")
+    low, high = rope.positive_number("low_freq_factor"), rope.positive_number("high_freq_factor")
+    if high <= low:
+        raise rope.error("high_freq_factor", f"above low_freq_factor, {low:g}")
+    original_max_position = rope.positive_integer("original_max_position_embeddings", default_original)
+    return Llama3Scaling(factor, low, high, original_max_position)
 
 
 def _parse_yarn(config: JsonFields, rope: JsonFields, max_position: int) -> YarnScaling:

@@ -172,7 +172,11 @@ class DeepseekV3MoE(nn.Module):
         self.shared_experts = None
         if shared is None:
             self.shared_experts = GatedMLP(
-                hidden_size, shared_width, build, size_name="moe_intermediate_size", quantization=shared_quantization
+                hidden_size,
+                shared_width,
+                build,
+                size_name="n_shared_experts * moe_intermediate_size",
+                quantization=shared_quantization,
             )
 
     def forward(self, x: Tensor, stream: ResidualStream, norm: RMSNorm | None) -> ResidualStream:

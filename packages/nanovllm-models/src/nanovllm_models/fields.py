@@ -1,8 +1,7 @@
 """Reads typed fields of JSON objects. Does not import torch, so that processes without a model start fast."""
 
 import json
-import math
-import textwrap
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -89,7 +88,9 @@ class JsonFields:
         """Return the error for a field with an invalid value. expected: description of the valid values."""
         if not self.has(name):
             return ModelError(f"{name} of {self.source} is missing: it must be {expected}")
-        value_text = textwrap.shorten(json.dumps(self._values[name]), MAX_VALUE_CHARACTERS, placeholder=" ...")
+        value_text = json.dumps(self._values[name])
+        if len(value_text) > MAX_VALUE_CHARACTERS:
+            value_text = f"{value_text[: MAX_VALUE_CHARACTERS - 4]} ..."
         return ModelError(f"{name} of {self.source} is {value_text}, but must be {expected}")
 
     def _read(self, name: str, is_valid: Callable[[Any], bool], expected: str, default: Any = None) -> Any:
@@ -123,7 +124,7 @@ def _is_non_negative_integer(value: Any) -> bool:
 
 
 def _is_finite(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and -math.inf < value < math.inf
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def _make_list_check(is_valid: Callable[[Any], bool]) -> Callable[[Any], bool]:

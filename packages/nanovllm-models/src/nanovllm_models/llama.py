@@ -99,6 +99,8 @@ def parse_llama_fields(config: JsonFields, defaults: ConfigDefaults) -> LlamaCon
     if defaults.head_dim is None and not config.has("head_dim") and hidden_size % num_heads:
         raise config.error("hidden_size", f"a multiple of num_attention_heads, {num_heads}")
     head_dim = config.positive_integer("head_dim", defaults.head_dim or hidden_size // num_heads)
+    if head_dim % 2:
+        raise config.error("head_dim", "even (by default it is hidden_size / num_attention_heads)")
     # `parse_rotary` takes head_dim only for families that may rotate a part of each head.
     partial_head_dim = head_dim if defaults.allows_partial_rotation else None
     max_position = config.positive_integer("max_position_embeddings", defaults.max_position_embeddings)

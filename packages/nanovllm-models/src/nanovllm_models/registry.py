@@ -4,12 +4,13 @@ import hashlib
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Literal, Protocol
 
 import torch
 
-from nanovllm_core.model import ModelSpec
+from nanovllm_core.model import BuildContext, CausalLM, ModelSpec
 from nanovllm_models import deepseek_v3, llama, minimax_m2, qwen2, qwen3, qwen3_moe, qwen3_next
 from nanovllm_models.checkpoint import RandomWeights, WeightSource, find_checkpoint
 from nanovllm_models.default_model import is_default_model
@@ -88,7 +89,14 @@ def load(
     # If the vocabulary sizes differ, the engine raises the error.
     if draft_spec.vocab_size == spec.vocab_size:
         check_same_tokens(path, draft.path)
-    return replace(spec, draft=draft_spec)
+    return replace(spec, draft=replace(draft_spec, build=partial(_build_draft, draft_spec)))
+
+
+def _build_draft(spec: ModelSpec, context: BuildContext) -> CausalLM:
+    try:
+        return spec.build(context)
+    except ValueError as error:
+        raise ModelError(f"the draft model {spec.name} can't be built: {error}") from error
 
 
 # Number and size of the pieces of each weight file from which the fingerprint is computed.
@@ -102,8 +110,11 @@ def _make_fingerprint(path: Path, load_format: LoadFormat, seed: int) -> str:
         return f"{config} random {seed}"
     digest = hashlib.sha256()
     for file in sorted(path.glob("*.safetensors")):
-        digest.update(f"{file.name} {file.stat().st_size} ".encode())
-        _sample_file(file, digest.update)
+        try:
+            digest.update(f"{file.name} {file.stat().st_size} ".encode())
+            _sample_file(file, digest.update)
+        except OSError as error:
+            raise ModelError(f"can't read {file}: {error.strerror}") from error
     return f"{config} {digest.hexdigest()}"
 
 

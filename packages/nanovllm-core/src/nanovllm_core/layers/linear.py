@@ -171,7 +171,9 @@ class RowParallelLinear(_Linear):
             self.weight = PackedWeight(self.allocate(out_features, num_columns), in_onednn_layout=False)
             if own_columns.stop > in_features:
                 self.weight.data.zero_()
-        elif own_columns.start % GROUP or (own_columns.stop % GROUP and own_columns.stop != in_features):
+        elif own_columns.stop > in_features or any(
+            edge % GROUP for edge in {own_columns.start, own_columns.stop} - {in_features}
+        ):
             raise ValueError(
                 f"the input size of {name} is {in_features}, but {build.parallel.size} ranks can't split its FP8 "
                 f"blocks of {GROUP}"

@@ -39,6 +39,8 @@ __all__ = [
 MAX_FUSED_SHARED_WIDTH = 1024
 # The number of logits is padded to a multiple of this number: cuBLAS's fastest kernels need rows aligned to 16 bytes.
 LOGITS_ALIGNMENT = 8
+# How error messages name the width of an expert: families use different fields of config.json.
+WIDTH_NAME = "the width of an expert (moe_intermediate_size or intermediate_size)"
 
 
 class ExpertNames(NamedTuple):
@@ -180,10 +182,10 @@ class Experts(WeightedModule):
             self._width_split = ParallelContext()
             own_ids = own_slice(build.parallel, build.parallel.split_evenly(num_experts, "the number of experts"))
             self._own_ids = range(own_ids.start, own_ids.stop)
-        width = self._width_split.split_evenly(intermediate_size, "the width of an expert")
+        width = self._width_split.split_evenly(intermediate_size, WIDTH_NAME)
         if quantization is not None and self._width_split.size > 1 and width % GROUP:
             raise ValueError(
-                f"an expert is {intermediate_size} wide, but {build.parallel.size} ranks can't split its FP8 blocks of "
+                f"{WIDTH_NAME} is {intermediate_size}, but {build.parallel.size} ranks can't split its FP8 blocks of "
                 f"{GROUP}: set expert_parallel"
             )
         dtype = build.dtype if quantization is None else DTYPE
