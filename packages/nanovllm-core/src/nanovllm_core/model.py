@@ -187,7 +187,7 @@ class ModelSpec:
     vocab_size: number of logits per token.
     max_position: maximum number of tokens of a sequence.
     dtype: dtype of the checkpoint.
-    build: creates the model with its weights. Must be a module-level function or a functools.partial, for pickling.
+    build: creates the model with its weights. For pickling: a module-level function or class, or a partial of one.
     vocabulary: reads the vocabulary, when the first grammar is needed; None if the model does not support grammars.
     cuda_dtype: dtype on a GPU; None for `dtype`. float16 is more precise than bfloat16, but may overflow.
     fingerprint: identifies everything that determines cache entries, such as the weights; "" if unknown. Engines

@@ -173,8 +173,8 @@ class Metrics(Collector):
             yield self._make_gauge(name, help_text, [({}, value)])
         yield self._make_gauge(
             "step_time_coefficient_seconds",
-            "Coefficients that predict step times: fixed, per token, per token of decode context, per pair of "
-            "prompt tokens that attend to each other.",
+            "Coefficients that predict step times: fixed, per token, per token of decode context, per pair of a "
+            "prompt's query and key tokens, per proposal of drafts, per late cache entry of a draft model.",
             [({"term": term}, seconds) for term, seconds in stats.step_time_coefficients],
         )
         for name, help_text, value in (
@@ -193,7 +193,7 @@ class Metrics(Collector):
         yield self._make_histogram("iteration_tokens_total", help_text, buckets, stats.num_computed_tokens)
         yield self._make_counter(
             "graph_mode",
-            "Steps by the part replayed from CUDA graphs, and by whether all requests decoded.",
+            "Steps by the part replayed from CUDA graphs, and by kind: decodes, decodes with drafts, or with prompts.",
             [({"mode": mode, "batch": batch}, count) for mode, batch, count in stats.graph_steps],
         )
         if stats.loaded_tokens:
