@@ -42,8 +42,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "model",
         nargs="?",
-        help="directory, or repository of the Hugging Face Hub as organisation/name[@revision]; without MODEL, a small "
-        "bundled model",
+        help="directory, or repository of the Hugging Face Hub as organisation/name[@revision]; without MODEL, the "
+        "default model, SmolLM2-135M-Instruct",
     )
     parser.add_argument("--version", action="version", version=f"nanovllm-server {version('nanovllm-server')}")
     http = parser.add_argument_group("http")

@@ -48,7 +48,7 @@ class TransferSettings:
 class Settings:
     """The settings from the command line and the environment.
 
-    model: a directory, or a repository of the Hugging Face Hub; None for the bundled model.
+    model: a directory, or a repository of the Hugging Face Hub; None for the default model.
     draft_model: like `model`, but None if there is no draft model.
     model_names: names that requests may use for the model; None for the name of the directory or repository.
     api_keys: accepted API keys; if there are none, requests need no key.
