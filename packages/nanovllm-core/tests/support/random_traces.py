@@ -48,7 +48,7 @@ def held_by_copies(tier: HostTier | None, group: int, kind: EntryKind) -> list[i
         return []
     loads = [*tier._new_loads, *(load for batch in tier._in_flight[Direction.LOAD] for load in batch.loads)]
     entries = [entry for load in loads if load.group == group for entry_kind, entry in load.held if entry_kind is kind]
-    stores = [transfer for batch in tier._in_flight[Direction.STORE] for transfer in batch.transfers]
+    stores = [copy for batch in tier._in_flight[Direction.STORE] for copy in batch.copies]
     return entries + [store.entry for store in stores if (store.group, store.kind) == (group, kind)]
 
 

@@ -8,7 +8,7 @@ from nanovllm_core.cache.host_memory import EntryKind
 from nanovllm_core.request_state import BlockHash, RequestState
 
 
-class Transfer(NamedTuple):
+class EntryCopy(NamedTuple):
     """A copy of one entry. entry: index in the cache of the request group `group`. slot: index in the host memory.
 
     has_draft_entries: whether the block also has a draft model's entries for all its tokens.
@@ -53,7 +53,7 @@ class PrefixLoad:
 
     request: RequestState
     group: int
-    transfers: list[Transfer]
+    copies: list[EntryCopy]
     held: list[tuple[EntryKind, int]]
     reads: list[FileRead]
     num_tokens: int
@@ -69,7 +69,7 @@ class PrefixLoad:
 class BatchInFlight:
     """A launched batch, which is unusable if `HostTier.epoch` or `HostMemory.num_failures` changes before it ends."""
 
-    transfers: list[Transfer]
+    copies: list[EntryCopy]
     loads: list[PrefixLoad]
     num_bytes: int
     begin_s: float

@@ -12,7 +12,7 @@ from nanovllm_core.cache.block_pool import BlockPool
 from nanovllm_core.cache.copy_time import CopyTimeModel
 from nanovllm_core.cache.file_tier import FileTier
 from nanovllm_core.cache.host_memory import CopyBatch, Direction, EntryCopies, EntryKind, HostMemory
-from nanovllm_core.cache.prefix_load import BatchInFlight, PrefixLoad, Target, Transfer
+from nanovllm_core.cache.prefix_load import BatchInFlight, EntryCopy, PrefixLoad, Target
 from nanovllm_core.cache.tier_counters import TierCounters
 from nanovllm_core.request_state import BlockHash, RequestState
 from nanovllm_kernels.linear_attention import CHECKPOINT_INTERVAL
@@ -163,7 +163,7 @@ class HostTier:
             if num_prefix_blocks > num_cached:
                 targets = self._list_targets(request, group, hashes[:num_prefix_blocks])
                 if self._is_worth_loading(group, targets, num_cached, num_prefix_blocks):
-                    return self._start_transfers(request, group, targets, num_prefix_blocks - num_cached)
+                    return self._start_copies(request, group, targets, num_prefix_blocks - num_cached)
         if prefixes[0] > num_cached:
             self.counters.num_rejected_tokens += (prefixes[0] - num_cached) * self._block_size
         return None
@@ -212,7 +212,7 @@ class HostTier:
             self.files.reject_read()
         return False
 
-    def _start_transfers(
+    def _start_copies(
         self, request: RequestState, group: int, targets: Sequence[Target], num_new_blocks: int
     ) -> PrefixLoad:
         load = PrefixLoad(
@@ -236,8 +236,8 @@ class HostTier:
                 load.reads.append(self.files.read(kind, block_hash, slot))
                 load.num_file_tokens += self._block_size * (kind is EntryKind.BLOCK)
             has_draft_entries = slot in pool.blocks_with_draft_entries
-            load.transfers.append(Transfer(group, kind, block_hash, entry, slot, has_draft_entries))
-        self._loading[group].update(transfer.block_hash for transfer in load.transfers)
+            load.copies.append(EntryCopy(group, kind, block_hash, entry, slot, has_draft_entries))
+        self._loading[group].update(copy.block_hash for copy in load.copies)
         self._new_loads.append(load)
         return load
 
@@ -245,11 +245,11 @@ class HostTier:
         """Make the entries of an ended load findable in the cache, and release the entries that the load holds."""
         pools = self._cache_pools[load.group]
         if load.is_usable:
-            for transfer in load.transfers:
-                pool = pools[transfer.kind]
-                pool.register(transfer.entry, transfer.block_hash)
-                if transfer.has_draft_entries:
-                    pool.blocks_with_draft_entries.add(transfer.entry)
+            for copy in load.copies:
+                pool = pools[copy.kind]
+                pool.register(copy.entry, copy.block_hash)
+                if copy.has_draft_entries:
+                    pool.blocks_with_draft_entries.add(copy.entry)
         for kind, entry in reversed(load.held):
             pools[kind].release([entry])
 
@@ -257,8 +257,8 @@ class HostTier:
         """The copies of new loads whose reads have ended, which the ranks must now execute."""
         loads = [load for load in self._new_loads if not load.reads]
         self._new_loads = [load for load in self._new_loads if load.reads]
-        transfers = [transfer for load in loads for transfer in load.transfers]
-        return self._launch(Direction.LOAD, transfers, loads) if loads else []
+        copies = [copy for load in loads for copy in load.copies]
+        return self._launch(Direction.LOAD, copies, loads) if loads else []
 
     def take_stores(self) -> list[CopyBatch]:
         """Copies of queued entries, which the ranks must now execute. All planned steps must have been launched."""
@@ -266,10 +266,10 @@ class HostTier:
             return []
         if len(self._in_flight[Direction.STORE]) >= MAX_STORES_IN_FLIGHT:
             return []
-        transfers: list[Transfer] = []
+        copies: list[EntryCopy] = []
         num_bytes = 0
         for kind, block_hash in list(islice(self._store_queue, MAX_STORE_ENTRIES)):
-            if transfers and num_bytes + self._entry_bytes[kind] > MAX_STORE_BYTES:
+            if copies and num_bytes + self._entry_bytes[kind] > MAX_STORE_BYTES:
                 break
             group = self._store_queue[kind, block_hash]
             cache_pool, pool = self._cache_pools[group][kind], self.pools[kind]
@@ -283,10 +283,10 @@ class HostTier:
             cache_pool.acquire(entry)
             (slot,) = pool.allocate(1)
             has_draft_entries = entry in cache_pool.blocks_with_draft_entries
-            transfers.append(Transfer(group, kind, block_hash, entry, slot, has_draft_entries))
+            copies.append(EntryCopy(group, kind, block_hash, entry, slot, has_draft_entries))
             self._storing.add((kind, block_hash))
             num_bytes += self._entry_bytes[kind]
-        return self._launch(Direction.STORE, transfers, []) if transfers else []
+        return self._launch(Direction.STORE, copies, []) if copies else []
 
     def collect_ended_loads(self) -> list[PrefixLoad]:
         """Process the batches that have ended. Returns the loads that have ended, for `finish_load`."""
@@ -325,28 +325,28 @@ class HostTier:
         if self.files is not None:
             self.files.remove_all()
 
-    def _launch(self, direction: Direction, transfers: list[Transfer], loads: list[PrefixLoad]) -> list[CopyBatch]:
+    def _launch(self, direction: Direction, copies: list[EntryCopy], loads: list[PrefixLoad]) -> list[CopyBatch]:
         by_cache: dict[tuple[int, EntryKind], EntryCopies] = {}
-        for transfer in transfers:
-            copies = by_cache.setdefault(transfer[:2], EntryCopies(transfer.group, transfer.kind, [], []))
-            copies.entries.append(transfer.entry)
-            copies.slots.append(transfer.slot)
-        num_bytes = sum(self._entry_bytes[transfer.kind] for transfer in transfers)
+        for copy in copies:
+            cache_copies = by_cache.setdefault(copy[:2], EntryCopies(copy.group, copy.kind, [], []))
+            cache_copies.entries.append(copy.entry)
+            cache_copies.slots.append(copy.slot)
+        num_bytes = sum(self._entry_bytes[copy.kind] for copy in copies)
         state = self._epoch, self._memory.num_failures
-        self._in_flight[direction].append(BatchInFlight(transfers, loads, num_bytes, time.perf_counter(), *state))
+        self._in_flight[direction].append(BatchInFlight(copies, loads, num_bytes, time.perf_counter(), *state))
         return [CopyBatch(direction, list(by_cache.values()))]
 
     def _end_stores(self, batch: BatchInFlight, *, is_usable: bool) -> None:
-        for transfer in batch.transfers:
-            pool = self.pools[transfer.kind]
-            self._storing.discard((transfer.kind, transfer.block_hash))
-            self._cache_pools[transfer.group][transfer.kind].release([transfer.entry])
+        for copy in batch.copies:
+            pool = self.pools[copy.kind]
+            self._storing.discard((copy.kind, copy.block_hash))
+            self._cache_pools[copy.group][copy.kind].release([copy.entry])
             if is_usable:
-                pool.register(transfer.slot, transfer.block_hash)
-                if transfer.has_draft_entries:
-                    pool.blocks_with_draft_entries.add(transfer.slot)
-                self._queue_write(transfer.kind, transfer.block_hash)
-            pool.release([transfer.slot])
+                pool.register(copy.slot, copy.block_hash)
+                if copy.has_draft_entries:
+                    pool.blocks_with_draft_entries.add(copy.slot)
+                self._queue_write(copy.kind, copy.block_hash)
+            pool.release([copy.slot])
 
     def _complete_files(self, files: FileTier) -> list[PrefixLoad]:
         """Process ended reads and writes of files, and start writes.
@@ -386,6 +386,6 @@ class HostTier:
         counters.num_file_tokens += load.num_file_tokens * is_usable
         counters.num_failed_loads += not is_usable
         # The last entry is evicted first, because earlier entries are useful without it.
-        for transfer in reversed(load.transfers):
-            self.pools[transfer.kind].release([transfer.slot])
-            self._loading[load.group].discard(transfer.block_hash)
+        for copy in reversed(load.copies):
+            self.pools[copy.kind].release([copy.slot])
+            self._loading[load.group].discard(copy.block_hash)
