@@ -339,7 +339,7 @@ class EngineLoop:
         self._advance_copies()
         with self._span("plan", self._scheduler.counters.num_steps):
             step = self._scheduler.schedule()
-        # Loads are not completed here: the thread could then wait for a message although a request is ready.
+        # Do not call `_advance_copies`: it could make a request ready, and the thread would still wait for a message.
         self._launch_copies(has_plan=step is not None)
         return step
 

@@ -64,7 +64,7 @@ class Constraints:
         self._step_requests: list[ConstrainedRequest] = []
         self._mask_candidates: list[ConstrainedRequest] = []
         self._num_masks = 0
-        # The key is the id of the grammar, which the constraints of its rows keep alive together with the value.
+        # The key is the id of the grammar. The constraints of the grammar's rows keep the grammar and the value alive.
         self._match_time_by_grammar: WeakValueDictionary[int, MatchTime] = WeakValueDictionary()
         self._steps_in_flight: deque[_StepInFlight] = deque()
         self._matcher_calls = _MatcherCalls()

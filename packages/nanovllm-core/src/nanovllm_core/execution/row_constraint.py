@@ -53,7 +53,7 @@ class Constraint:
     num_launched_outputs: number of output tokens after all launched steps, if no draft is rejected.
     output_ids: the output tokens. In a constraint made by `fork`, drafts follow the output tokens.
     draft_ids: the drafts that the request table had for this row when the row's last step finished.
-    match_time: shared by the rows of `grammar` and by forks. Otherwise each choice of a request could delay the others.
+    match_time: shared by the rows of `grammar` and by forks, so that all choices of a request share one time limit.
     failure: why the row cannot sample a token; None if it can.
     """
 

@@ -236,7 +236,7 @@ class Service:
     async def _locate_grammar_error(self, constraint: AnswerConstraint, error: GrammarError) -> ApiError:
         """Makes the ApiError that names the field at fault.
 
-        If `error.place` is None, this is the first field whose own grammar does not compile.
+        `error.place` names this field. If it is None, the first field whose own grammar does not compile is at fault.
         """
         is_field_unknown = error.place is None and len(constraint.field_grammars) > 1
         for path, spec in constraint.field_grammars if is_field_unknown else ():

@@ -44,8 +44,8 @@ class BodyShare:
 class BodyMemory:
     """Limits the bytes of bodies in this worker. Requests get memory in the order of arrival. Not thread-safe.
 
-    A body gets memory only if each body then fits as soon as all earlier bodies have ended. So bodies that wait never
-    block each other, and a body that stalls takes hardly more than what has arrived of it.
+    A body gets memory only if each body then fits once all earlier bodies have ended. Waiting bodies therefore never
+    block each other. A stalled body holds at most about twice the bytes that have arrived.
     """
 
     def __init__(self, num_bytes: int):

@@ -126,7 +126,7 @@ class EventCollector:
         self._is_reasoning_open = False
         self.add_reasoning(self._take_undecided_text())
         self._reasoning.drop()
-        # After content, whitespace stays. Only a second call within the reasoning makes content come before its end.
+        # After content, whitespace stays. Content precedes the end tag only if the reasoning contains two calls.
         self._content.skips_leading = skips_whitespace and not self._content.has_text
 
     def add_content(self, text: str) -> None:

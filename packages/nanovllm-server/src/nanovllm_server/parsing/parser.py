@@ -10,7 +10,7 @@ from nanovllm_server.parsing.source import ReadGenerator, Source
 
 # Maximum number of characters that are parsed at a time, which keeps each search for tags short.
 MAX_PIECE_LENGTH = 4096
-# Grammars of answers allow as many line breaks between the end tag of reasoning and the content.
+# Grammars of answers allow at most this number of line breaks between the end tag of reasoning and the content.
 MAX_LINE_BREAKS_AFTER_REASONING = 2
 
 
@@ -20,7 +20,7 @@ class Parser:
     starts_in_reasoning: the prompt ends within reasoning.
     tools: schemas of the functions that the model may call; None: text that looks like a call is content.
     calls_only_at_start: if the answer does not begin with a call, text that looks like a call is content.
-    is_content_constrained: the content follows a grammar. Only line breaks of this grammar separate it from reasoning.
+    is_content_constrained: the content follows a grammar. Only line breaks separate the content from reasoning.
     """
 
     def __init__(

@@ -41,7 +41,7 @@ class EngineRecipe:
             # CUDA reads this variable when it initialises, which happens only after this call.
             os.environ["CUDA_VISIBLE_DEVICES"] = self.visible_gpus
         if self.private_directory is not None:
-            # Because of `set`, the engine has some seconds to exit by itself after the parent has ended.
+            # With the event set, the engine has some seconds to exit by itself after the parent has ended.
             exit_with_parent(partial(shutil.rmtree, self.private_directory, ignore_errors=True)).set()
         import nanovllm_models
 
