@@ -153,7 +153,7 @@ def test_refused_start_writes_the_message(default_model, tmp_path, message):
 
 @pytest.mark.parametrize("message", REFUSED_ENGINES)
 async def test_engine_that_cannot_start_gives_the_message(default_model, monkeypatch, message):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("nanovllm_core.engine.build.has_cuda", lambda: False)
     config = make_engine_config(make_parser().parse_args(REFUSED_ENGINES[message]))
     with pytest.raises(ConfigError, match=message):
         await build_loop(nanovllm_models.load(default_model), config)

@@ -40,7 +40,7 @@ from nanovllm_core.start_phases import log_phase
 from nanovllm_core.transfer.secret import TransferKeys, read_transfer_secret
 from nanovllm_core.transfer.transfers import Transfers
 from nanovllm_kernels.openmp_spinning import SpinControl, can_shorten_spins
-from nanovllm_kernels.platform import has_cute, has_flash_attention, has_fp8
+from nanovllm_kernels.platform import has_cuda, has_cute, has_flash_attention, has_fp8
 
 Result = TypeVar("Result")
 
@@ -58,7 +58,7 @@ async def build_loop(spec: ModelSpec, config: EngineConfig, directory: Path | No
         max_position=spec.max_position if spec.draft is None else min(spec.max_position, spec.draft.max_position),
         model_dtype=spec.dtype,
         cuda_dtype=spec.cuda_dtype,
-        has_cuda=torch.cuda.is_available(),
+        has_cuda=has_cuda(),
         has_flash_attention=has_flash_attention(),
         has_cute=has_cute(),
         has_fp8=has_fp8(),

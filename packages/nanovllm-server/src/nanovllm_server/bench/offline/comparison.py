@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 
 from nanovllm_core import EngineConfig, ModelSpec
+from nanovllm_kernels.platform import has_cuda
 from nanovllm_server.bench import charts
 from nanovllm_server.bench.offline.cases import Case, OfflineBenchmark
 from nanovllm_server.bench.offline.engine_runs import WARM_UP_TOKENS, RunTiming, time_engine
@@ -43,7 +44,7 @@ def run(options: OfflineOptions, spec: ModelSpec, benchmark: OfflineBenchmark) -
     Raises BenchError (invalid options, or the peer failed) and the errors of `time_engine`.
     """
     config = options.config
-    device = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = config.device or ("cuda" if has_cuda() else "cpu")
     _check_options(options, spec, benchmark, device)
     default_dtype = (spec.cuda_dtype if device == "cuda" else None) or spec.dtype
     dtype = str(config.dtype or default_dtype).removeprefix("torch.")

@@ -5,9 +5,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
 
-import torch
-
 from nanovllm_core import EngineConfig, ModelSpec
+from nanovllm_kernels.platform import has_cuda
 from nanovllm_models import Tokenizer
 from nanovllm_server.bench.report import BenchError, OutputFiles, Table, report
 from nanovllm_server.bench.speculation.paired_runs import PromptRuns, run_pairs
@@ -100,7 +99,7 @@ def run(options: SpeculationOptions, spec: ModelSpec, tokenizer: Tokenizer) -> N
         summarize_prompt(prompt, len(ids), prompt_runs)
         for prompt, ids, prompt_runs in zip(prompts, token_ids, runs, strict=True)
     ]
-    device = options.config.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = options.config.device or ("cuda" if has_cuda() else "cpu")
     default_dtype = (spec.cuda_dtype if device == "cuda" else None) or spec.dtype
     dtype = str(options.config.dtype or default_dtype).removeprefix("torch.")
     report(
