@@ -37,7 +37,7 @@ STOP_TIMEOUT_S = 5.0
 # If a rank other than rank 0 ends, a running engine waits this long for the thread of rank 0.
 FAILED_RANK_TIMEOUT_S = 1.0
 # A start that fails waits this long for the thread of rank 0. On a GPU, the thread may wait for another rank for ever.
-FAILED_START_TIMEOUT_S = 10.0
+FAILED_START_TIMEOUT_S = 5.0
 # Time for which rank 0 waits, after an error, for the report of a failed rank that may have caused the error.
 REPORT_TIMEOUT_S = 4.0
 # Rank 0 checks this often whether the other ranks run.
@@ -191,7 +191,8 @@ class RankProcesses:
         """End the processes, by force if they do not end by themselves after `stop`. Remove the directory."""
         self._is_closing = True
         # If another rank were killed while rank 0 connects to it, the thread of rank 0 would wait for two hours.
-        if self._join_lock.acquire(timeout=FAILED_START_TIMEOUT_S):
+        # A rank that has failed was connected, or will never connect.
+        if not self.has_failed and self._join_lock.acquire(timeout=FAILED_START_TIMEOUT_S):
             self._join_lock.release()
         deadline_s = time.monotonic() + (STOP_TIMEOUT_S if self._is_stop_sent else 0.0)
         for process in self._processes:
