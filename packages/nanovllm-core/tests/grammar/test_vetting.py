@@ -99,6 +99,30 @@ def test_killed_process_is_replaced_and_memory_is_limited_and_unexpected_errors_
         strict_vetter.vet(REGEX)
 
 
+def test_process_that_hangs_is_replaced(monkeypatch):
+    vetter, read_all = make_vetter(), vetting._read_all
+
+    def read_briefly(descriptor: int, _deadline: float) -> bytes:
+        monkeypatch.undo()
+        return read_all(descriptor, time.monotonic() + 1)
+
+    try:
+        vetter.vet(REGEX)
+        os.kill(vetter.pid, signal.SIGSTOP)
+        # The process never replies.
+        monkeypatch.setattr(vetting, "_read_all", read_briefly)
+        vetter.vet(REGEX)
+        process, connection = vetter._running
+        connection.settimeout(1)
+        os.kill(process.pid, signal.SIGSTOP)
+        # This grammar is too long for the connection's buffers, so sending it waits for the process.
+        with pytest.raises(GrammarError, match="it has 900000 characters"):
+            vetter.vet(GrammarSpec("regex", "a" * 900_000))
+        assert vetter.pid != process.pid
+    finally:
+        vetter.close()
+
+
 PARENT = """
 import threading
 from grammars import REGEX, SLOW

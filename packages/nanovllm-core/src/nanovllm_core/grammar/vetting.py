@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 MAX_SECONDS = 10.0
 MAX_WALL_SECONDS = 60.0
 MAX_BYTES = 512 << 20
-# Maximum time for the vetting process to import torch, or to kill a child after the deadline.
+# Maximum time for the vetting process to import torch, to receive a message, or to kill a child after the deadline.
 _START_TIMEOUT_S = 60.0
 
 # Verdicts on a grammar. Each reply of the vetting process ends with one of these bytes.
@@ -75,22 +75,22 @@ def _receive(connection: socket.socket, length: int) -> bytes:
 
 
 class Vetter:
-    """Owns the vetting process, and restarts the process if it dies. Any thread may call the methods."""
+    """Owns the vetting process, and restarts it if it dies or hangs. Any thread may call the methods."""
 
     def __init__(self, read_vocabulary: "Callable[[], Vocabulary]", vocab_size: int):
         self._read_vocabulary = read_vocabulary
         self._vocab_size = vocab_size
         self._max_seconds, self._max_bytes = MAX_SECONDS, MAX_BYTES
         self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._connection: socket.socket | None = None
+        # The vetting process and the connection to it; None while no process runs.
+        self._running: tuple[subprocess.Popen[bytes], socket.socket] | None = None
         self._is_set_up = False
         self._is_closed = False
 
     @property
     def pid(self) -> int | None:
         """The id of the vetting process; None while no process runs."""
-        return None if self._process is None else self._process.pid
+        return None if self._running is None else self._running[0].pid
 
     def start(self) -> None:
         """Start the vetting process, which takes seconds."""
@@ -103,7 +103,7 @@ class Vetter:
         Raises: GrammarError. RuntimeError for an unexpected exception in the child process, with its traceback.
         """
         # A grammar can kill only the child process that compiles it (DIED). An empty reply means that the vetting
-        # process itself died: try again.
+        # process itself died or hangs: try again.
         reply = self._request_reply(spec) or self._request_reply(spec)
         verdict = reply[-1:]
         if verdict == PASSED:
@@ -128,16 +128,21 @@ class Vetter:
         raise GrammarError("the process that compiles grammars was stopped: try again")
 
     def _request_reply(self, spec: GrammarSpec) -> bytes:
-        """The reply of the vetting process: message, then verdict; b"" if the process ended without a reply."""
+        """The reply of the vetting process: message, then verdict; b"" if the process died or hangs."""
         read_end, write_end = os.pipe()
         try:
             try:
-                self._send(spec, write_end)
+                process = self._send(spec, write_end)
             finally:
                 os.close(write_end)
-            return _read_all(read_end, time.monotonic() + _START_TIMEOUT_S + MAX_WALL_SECONDS)
+            reply = _read_all(read_end, time.monotonic() + _START_TIMEOUT_S + MAX_WALL_SECONDS)
         finally:
             os.close(read_end)
+        if not reply:
+            # The process has ended or hangs. The next call of `_send` starts a new process.
+            process.kill()
+            process.wait()
+        return reply
 
     def close(self) -> None:
         """End the vetting process and its children."""
@@ -145,68 +150,70 @@ class Vetter:
             self._is_closed = True
             self._stop()
 
-    def _send(self, spec: GrammarSpec, reply_fd: int) -> None:
+    def _send(self, spec: GrammarSpec, reply_fd: int) -> "subprocess.Popen[bytes]":
+        """Send a grammar to the vetting process. Returns this process."""
         with self._lock:
             if self._is_closed:
                 raise GrammarError("the engine was stopped")
             try:
-                self._send_to(self._connection or self._start(), spec, reply_fd)
+                return self._try_to_send(spec, reply_fd)
             except OSError:
-                # The vetting process has died: restart it.
+                # The vetting process has died or hangs: restart it.
                 self._stop()
-                self._send_to(self._start(), spec, reply_fd)
+                return self._try_to_send(spec, reply_fd)
 
-    def _send_to(self, connection: socket.socket, spec: GrammarSpec, reply_fd: int) -> None:
+    def _try_to_send(self, spec: GrammarSpec, reply_fd: int) -> "subprocess.Popen[bytes]":
+        process, connection = self._running or self._start()
         if not self._is_set_up:
             tokens, end_ids = self._read_vocabulary()
             limits = self._max_seconds, MAX_WALL_SECONDS, self._max_bytes
             setup = VettingSetup(list(tokens), end_ids, self._vocab_size, *limits)
-            # Sending megabytes blocks until the process has finished its imports. A timeout raises OSError.
-            connection.settimeout(_START_TIMEOUT_S)
+            # Sending megabytes blocks until the process has finished its imports.
             send_message(connection, setup, [])
-            connection.settimeout(None)
             self._is_set_up = True
         send_message(connection, spec, [reply_fd])
+        return process
 
-    def _start(self) -> socket.socket:
+    def _start(self) -> "tuple[subprocess.Popen[bytes], socket.socket]":
         connection, child_end = socket.socketpair()
+        # If the process does not receive a message in time, sending raises TimeoutError, which is an OSError.
+        connection.settimeout(_START_TIMEOUT_S)
         with child_end:
             # The process forks and must be single-threaded, but numpy's linear algebra would start threads.
-            self._process = subprocess.Popen(  # noqa: S603 - our own code
+            process = subprocess.Popen(  # noqa: S603 - our own code
                 [sys.executable, "-c", _PROGRAM, str(child_end.fileno())],
                 pass_fds=[child_end.fileno()],
                 stdin=subprocess.DEVNULL,
                 env=os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
             )
-        self._connection = connection
+        self._running = process, connection
         self._is_set_up = False
-        return connection
+        return self._running
 
     def _stop(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
-        if self._process is not None:
+        if self._running is not None:
+            process, connection = self._running
+            self._running = None
             # When the connection closes, the process kills its children and ends.
+            connection.close()
             try:
-                self._process.wait(2)
+                process.wait(2)
             except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
-            self._process = None
+                process.kill()
+                process.wait()
 
 
 _PROGRAM = "from nanovllm_core.grammar.vetting_process import main; main()"
 
 
 def _read_all(descriptor: int, deadline: float) -> bytes:
-    """Read until the other end is closed or the deadline has passed."""
+    """Read until the other end is closed. Returns b"" if the deadline has passed."""
     data = b""
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
     while poll.poll(max(deadline - time.monotonic(), 0) * 1000):
         part = os.read(descriptor, 1 << 16)
         if not part:
-            break
+            return data
         data += part
-    return data
+    return b""

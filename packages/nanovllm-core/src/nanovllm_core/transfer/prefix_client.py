@@ -101,13 +101,10 @@ class PeerConnection:
         self._context = zmq.asyncio.Context()
         self._socket = make_socket(self._context, zmq.DEALER, keys.client_keys)
         self._socket.curve_serverkey = keys.server_keys.public
-        for option, value in (
-            # Drop messages instead of queueing them for a peer that is not connected.
-            (zmq.IMMEDIATE, 1),
-            (zmq.RECONNECT_IVL, 100),
-            (zmq.RECONNECT_IVL_MAX, 1000),
-        ):
-            self._socket.setsockopt(option, value)
+        # Drop messages instead of queueing them for a peer that is not connected.
+        self._socket.setsockopt(zmq.IMMEDIATE, 1)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, 100)
+        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         self._socket.connect(endpoint_of(address))
         self._tasks: set[asyncio.Task[None]] = set()
         self._start_task(self._receive())

@@ -157,11 +157,8 @@ class PrefixServer:
     def _send(self, client: bytes, message: ToClient, payloads: "list[memoryview] | tuple[()]" = ()) -> None:
         # The socket has no high-water mark, so it queues the message at once.
         sending = asyncio.ensure_future(self._socket.send_multipart([client, encode(message), *payloads], copy=False))
-        if (
-            sending.done()
-            and isinstance(error := sending.exception(), zmq.ZMQError)
-            and error.errno == zmq.EHOSTUNREACH
-        ):
+        error = sending.exception() if sending.done() else None
+        if isinstance(error, zmq.ZMQError) and error.errno == zmq.EHOSTUNREACH:
             self._drop_client(client)
 
     def _drop_client(self, client: bytes) -> None:
