@@ -47,6 +47,17 @@ def test_the_engine_ends_at_once_when_its_parent_is_killed(phase, tmp_path):
     assert not list(temporary_directory.glob("nanovllm-*"))
 
 
+def test_a_program_that_does_not_stop_its_engine_ends(tmp_path):
+    program = (
+        "import asyncio, parents\n"
+        "from nanovllm_core import EngineClient, EngineProcess\n"
+        "engine = asyncio.run(EngineClient.adopt(EngineProcess(parents.load_quickly)))\n"
+    )
+    env = os.environ | {"TMPDIR": str(tmp_path), "PYTHONPATH": str(Path(parents.__file__).parent)}
+    subprocess.run([sys.executable, "-c", program], env=env, timeout=120, check=True)
+    assert not list(tmp_path.glob("nanovllm-*"))
+
+
 def test_only_the_sockets_own_directory_is_removed(tmp_path):
     own, shared = tmp_path / "own", tmp_path / "shared"
     for directory in (own, shared):

@@ -6,6 +6,7 @@ import tempfile
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
+from multiprocessing.util import Finalize
 from pathlib import Path
 
 from nanovllm_core.engine.private_directory import remove_private_directory
@@ -42,6 +43,8 @@ class EngineProcess:
         )
         with write_end:
             self._process.start()
+        # A program may exit without `close`. multiprocessing would then wait for ever: the engine ignores SIGTERM.
+        Finalize(self, self._process.kill, exitpriority=0)
 
     @property
     def pid(self) -> int | None:
