@@ -48,6 +48,8 @@ class RequestState:
     max_total_tokens: number of prompt and output tokens at which the request finishes.
     num_cached_tokens: prompt tokens found in the prefix cache at the first admission.
     scheduled_time: value of `time.monotonic` at the first admission.
+    num_unfair_steps: number of consecutive steps in which the request was the oldest prompt, but got less than its
+        share. Steps for which the request was no candidate, because no row was free, do not count.
     num_scheduled_prompt_logprobs: number of prompt tokens whose log-probabilities a step has computed or will compute.
     row: index of the request in the tables of the scheduler and of the device; -1 without a row.
     block_hashes: hashes of the full blocks, in order. A hash covers the block and all tokens before the block.
@@ -71,6 +73,7 @@ class RequestState:
     scheduled_time: float = 0.0
     num_accepted_drafts: int = 0
     num_rejected_drafts: int = 0
+    num_unfair_steps: int = 0
     num_scheduled_prompt_logprobs: int = 0
     row: int = -1
     block_ids: list[int] = field(default_factory=list[int])

@@ -102,6 +102,21 @@ def test_the_oldest_prompt_gets_a_quarter_of_the_steps_beside_endless_short_ones
     assert distances.max() <= 4
 
 
+def test_the_oldest_waiting_prompt_starts_soon_beside_shorter_ones_that_take_several_steps():
+    scheduler = make_scheduler(1, max_step_tokens=512)
+    add_request(scheduler, 0, 600)
+    run_step(scheduler)
+    long = add_request(scheduler, 1, LONG_PROMPT_TOKENS)
+    for key in range(2, 12):
+        add_request(scheduler, key, 600)
+    for _ in range(12):
+        for request in scheduler.running_requests:
+            if request.output_ids:
+                scheduler.abort(request.key)
+        run_step(scheduler)
+    assert long.row >= 0
+
+
 def test_a_more_urgent_prompt_is_served_first_even_if_it_is_longer():
     scheduler = make_scheduler(16, max_step_tokens=1000)
     add_request(scheduler, 0, 500)

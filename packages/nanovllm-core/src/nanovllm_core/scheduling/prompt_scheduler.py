@@ -10,7 +10,7 @@ from nanovllm_core.request_state import RequestState
 from nanovllm_core.scheduling.budget import StepBudget, StepLimits
 from nanovllm_core.scheduling.lifecycle import RequestLifecycle
 from nanovllm_core.scheduling.plan import NewBlocks, NewRow, NewState
-from nanovllm_core.scheduling.request_order import service_class
+from nanovllm_core.scheduling.request_order import admission_order, service_class
 from nanovllm_core.scheduling.step_time import StepTimeModel, StepWork
 
 MAX_WAITING_CANDIDATES = 64  # maximum number of waiting requests that one search for candidates considers
@@ -76,8 +76,6 @@ class PromptScheduler:
         # The first request that lacked blocks, and the number of requests that were admitted since then.
         self._blocked_request: RequestState | None = None
         self._num_bypasses = 0
-        # Number of consecutive steps in which the oldest prompt got less than its share.
-        self._num_unfair_steps = 0
 
     def schedule(self, decode_works: Sequence[StepWork], prompts: ScheduledPrompts, *, may_admit: bool) -> None:
         """Add chunks to `prompts`. decode_works: the work of each group's decodes."""
@@ -94,12 +92,8 @@ class PromptScheduler:
             for work in decode_works
         ]
         candidates.sort(key=self._service_order)
-        first_class = service_class(candidates[0].request)
-        oldest = min(
-            (candidate for candidate in candidates if service_class(candidate.request) == first_class),
-            key=lambda candidate: candidate.request.client_request.arrival_time,
-        )
-        if self._num_unfair_steps >= 1 / MIN_OLDEST_SHARE - 1:
+        oldest = min(candidates, key=lambda candidate: admission_order(candidate.request))
+        if oldest.request.num_unfair_steps >= 1 / MIN_OLDEST_SHARE - 1:
             candidates.remove(oldest)
             candidates.insert(0, oldest)
         chunk_times_s = [self._schedule_chunk(candidate, budgets, prompts) for candidate in candidates]
@@ -111,7 +105,7 @@ class PromptScheduler:
             if self._rows.group_of(candidate.request.row) == group
         )
         is_fair = is_served and chunk_times_s[candidates.index(oldest)] >= MIN_OLDEST_SHARE * group_time_s
-        self._num_unfair_steps = 0 if is_fair else self._num_unfair_steps + 1
+        oldest.request.num_unfair_steps = 0 if is_fair else oldest.request.num_unfair_steps + 1
         # A step may have space for more than MAX_WAITING_CANDIDATES short prompts, so search for further candidates.
         while may_admit and not all(budget.is_full for budget in budgets) and self._rows.num_free_rows:
             num_admitted = len(prompts.new_rows)
