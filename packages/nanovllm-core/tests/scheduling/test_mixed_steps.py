@@ -5,7 +5,7 @@ import pytest
 
 from nanovllm_core.cache.manager import CacheManager
 from nanovllm_core.request import Request
-from nanovllm_core.request_state import RequestState
+from nanovllm_core.request_state import RequestState, RequestStatus
 from nanovllm_core.sampling_params import SamplingParams
 from nanovllm_core.scheduling.budget import StepLimits
 from nanovllm_core.scheduling.plan import ScheduledStep, StepResults
@@ -199,6 +199,25 @@ def test_a_request_that_lacks_blocks_is_overtaken_a_limited_number_of_times():
     for _ in range(3):
         run_step(scheduler)
     assert large.row >= 0
+    assert scheduler.num_waiting == 0
+
+
+@pytest.mark.parametrize("priority", [0, -1])
+def test_the_limit_holds_for_each_request_that_lacks_blocks(priority):
+    scheduler = make_scheduler(64, num_blocks=1000)
+    holder, first = add_blocked_request(scheduler, 1)
+    second = add_request(scheduler, 2, 502 * BLOCK_SIZE, priority=priority)
+    run_step(scheduler)
+    for key in range(3, 3 + MAX_BYPASSES + 10):
+        add_request(scheduler, key, BLOCK_SIZE, token=3, priority=priority)
+    for request in (first, holder):
+        for _ in range(3):
+            run_step(scheduler)
+        assert scheduler.num_waiting - (first.status is RequestStatus.WAITING) == 1 + 10
+        scheduler.abort(request.key)
+    for _ in range(3):
+        run_step(scheduler)
+    assert second.row >= 0
     assert scheduler.num_waiting == 0
 
 

@@ -73,9 +73,11 @@ class PromptScheduler:
         # For each request that lacked blocks: the number of free blocks that its admission needs, by request key.
         self._needed_blocks_by_key: dict[int, int] = {}
         self._num_candidate_searches = 0
-        # The first request that lacked blocks, and the number of requests that were admitted since then.
+        self._num_admissions = 0
+        # Waiting requests that have lacked blocks, with the value of `_num_admissions` when they first lacked blocks.
+        self._admissions_at_shortage: dict[RequestState, int] = {}
+        # Of these requests, the first in `admission_order` that MAX_BYPASSES requests have overtaken.
         self._blocked_request: RequestState | None = None
-        self._num_bypasses = 0
 
     def schedule(self, decode_works: Sequence[StepWork], prompts: ScheduledPrompts, *, may_admit: bool) -> None:
         """Add chunks to `prompts`. decode_works: the work of each group's decodes."""
@@ -142,8 +144,7 @@ class PromptScheduler:
             num_needed_blocks.append(result.num_blocks)
         if num_needed_blocks:
             self._needed_blocks_by_key[request.key] = min(num_needed_blocks)
-            if self._blocked_request is None:
-                self._blocked_request, self._num_bypasses = request, 0
+            self._admissions_at_shortage.setdefault(request, self._num_admissions)
         return 0.0
 
     def _rank_groups(self, request: RequestState, budgets: Sequence[StepBudget]) -> list[int]:
@@ -178,12 +179,10 @@ class PromptScheduler:
 
     def _waiting_candidates(self) -> list[_Candidate]:
         requests = list(self._lifecycle.waiting.peek(MAX_WAITING_CANDIDATES))
-        blocked = self._blocked_request
-        if blocked is not None and blocked not in self._lifecycle.waiting:
-            self._blocked_request = None
-        elif blocked is not None and blocked not in requests:
-            # Requests that arrived earlier but were queued later may precede it, and may have to wait for it.
-            requests.append(blocked)
+        self._find_blocked_request(num_new_admissions=0)
+        if self._blocked_request is not None and self._blocked_request not in requests:
+            # Requests that arrived earlier but were queued later may precede it, and have to wait for it.
+            requests.append(self._blocked_request)
         last_estimates = self._cached_tokens_by_key
         estimates = {
             request.key: [
@@ -225,9 +224,16 @@ class PromptScheduler:
         ):
             return True
         blocked = self._blocked_request
-        if blocked is None or request is blocked or self._num_bypasses < MAX_BYPASSES:
-            return False
-        return service_class(request) >= service_class(blocked)
+        return blocked not in (None, request) and service_class(request) >= service_class(blocked)
+
+    def _find_blocked_request(self, *, num_new_admissions: int) -> None:
+        """Set `_blocked_request`. num_new_admissions: number of admissions since the last call."""
+        self._num_admissions += num_new_admissions
+        waiting, shortages = self._lifecycle.waiting, self._admissions_at_shortage.items()
+        self._admissions_at_shortage = {request: count for request, count in shortages if request in waiting}
+        max_count = self._num_admissions - MAX_BYPASSES
+        overtaken = [request for request, count in self._admissions_at_shortage.items() if count <= max_count]
+        self._blocked_request = min(overtaken, key=admission_order, default=None)
 
     def _admit(
         self, request: RequestState, group: int, budget: StepBudget, prompts: ScheduledPrompts
@@ -240,13 +246,13 @@ class PromptScheduler:
         if isinstance(num_cached_tokens, BlockShortage):
             return num_cached_tokens
         if self._lifecycle.start_load(request, group):
-            self._num_bypasses += 1
+            self._find_blocked_request(num_new_admissions=1)
             return 0.0
         chunk_s = self._start_in(group, request, num_cached_tokens, budget, prompts)
         if chunk_s is None:
             cache.release(request)
             return 0.0
-        self._num_bypasses += 1
+        self._find_blocked_request(num_new_admissions=1)
         return chunk_s
 
     def _start_in(
