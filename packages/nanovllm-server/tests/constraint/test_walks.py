@@ -6,7 +6,7 @@ import re
 import jsonschema
 import pytest
 
-from nanovllm_models.chat_formats import THINK, TOOL_CALL_FORMATS, ChatFormat, XmlCalls
+from nanovllm_models.chat_formats import LLAMA, THINK, TOOL_CALL_FORMATS, ChatFormat, XmlCalls
 
 pytestmark = pytest.mark.background
 
@@ -142,6 +142,22 @@ def test_answer_is_schema_json_or_calls(draw_answers, name, state):
         check_arguments(answer)
         if answer.content:
             jsonschema.validate(json.loads(answer.content), schema)
+
+
+def test_schema_json_that_contains_a_call_is_no_call(draw_answers):
+    schema = {"type": "object", "properties": {"a": {"type": "array", "items": {"type": "object"}}}, "required": ["a"]}
+    answer_format = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    answers = draw_answers(
+        ChatFormat(None, LLAMA),
+        count=20,
+        goals=('{"a": [\n{"name": "ping", "parameters": {}}]}',),
+        tools=TOOLS[1:2],
+        response_format=answer_format,
+    )
+    contents = [answer.content for answer in answers if answer.finished and not answer.text.startswith('{"name"')]
+    assert any('"ping"' in content for content in contents)
+    for content in contents:
+        jsonschema.validate(json.loads(content), schema)
 
 
 @pytest.mark.parametrize(

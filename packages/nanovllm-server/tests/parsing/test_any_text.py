@@ -5,9 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanovllm_models.chat_formats import THINK, TOOL_CALL_FORMATS, ChatFormat, JsonCalls
+from nanovllm_models.chat_formats import THINK, TOOL_CALL_FORMATS, ChatFormat
 from nanovllm_server.parsing import parser as parser_module
-from nanovllm_server.parsing.parser import MAX_PIECE_LENGTH
+from nanovllm_server.parsing.events import CallBegun
+from nanovllm_server.parsing.parser import MAX_PIECE_LENGTH, Parser
 from nanovllm_server.parsing.source import ReadGenerator, Source
 
 FORMS = {name: ChatFormat(THINK, form) for name, form in TOOL_CALL_FORMATS.items()}
@@ -52,14 +53,10 @@ def test_text_that_is_no_call_is_unchanged(parse_answer, answer):
 @given(answer=answers())
 def test_calls_only_at_start_are_read_only_there(parse_answer, answer):
     form, text = answer
-    call_format = form.tool_calls
-    calls_form = ChatFormat(None, call_format)
-    begin_texts = [call_format.begin]
-    if not isinstance(call_format, JsonCalls):
-        begin_texts.append(call_format.call_begin)
-    elif call_format.may_omit_begin:
-        begin_texts.append("{")
-    begins_with_call = text.lstrip(" \n").startswith(tuple(begin_texts))
+    calls_form = ChatFormat(None, form.tool_calls)
+    parser = Parser(calls_form, tools={"ping": None, "search": None})
+    events = parser.push(text) + parser.finish()
+    begins_with_call = bool(events) and isinstance(events[0], CallBegun)
     expected = parse_answer(calls_form, text) if begins_with_call else parse_answer(calls_form, text, tools=None)
     assert parse_answer(calls_form, text, calls_only_at_start=True) == expected
 

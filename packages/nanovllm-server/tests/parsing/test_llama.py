@@ -109,6 +109,11 @@ def test_llama_answers_are_parsed(check, case):
     check(FORM, *case)
 
 
+def test_objects_inside_an_answer_that_must_not_mix_text_and_calls_are_no_calls(check):
+    text = f'{{"calls": [\n{CALL},\n{PING}]}}'
+    check(FORM, text, content=text, calls_only_at_start=True, is_content_constrained=True)
+
+
 # R1-Distill-Llama writes reasoning before calls in Llama's format.
 BEGUN = {
     "reasoning, then content": ("Hm.\n</think>\n\nHello.", "Hm.", "Hello.", []),

@@ -101,6 +101,8 @@ class Parser:
                 awaited_end_tag = None
             elif self._call_reader is not None:
                 yield from self._call_reader.read_consecutive_calls(self._collector.add_content)
+                if self._calls_only_at_start and not self._collector.num_calls:
+                    begin_texts = ()
 
     def _begins_with(self, tags: tuple[str, ...]) -> ReadGenerator[bool]:
         """Reads whitespace as content; returns whether one of `tags` follows."""
