@@ -98,6 +98,7 @@ def test_values_are_counted_the_same_in_pieces_of_any_size(monkeypatch, piece_by
         {"Content-Type": "application/x-www-form-urlencoded"},
         {"Content-Type": "multipart/form-data; boundary=x"},
         {"Content-Type": "application/json; charset=utf-16"},
+        {"Content-Type": "application/json; version=1; charset=utf-16"},
         {"Content-Type": "application/json", "Content-Encoding": "gzip"},
         {},
     ],
@@ -107,7 +108,13 @@ async def test_unsupported_content_is_a_415(client, headers):
 
 
 @pytest.mark.parametrize(
-    "content_type", ["application/json", "application/json; charset=utf-8", "application/vnd.x+json"]
+    "content_type",
+    [
+        "application/json",
+        "application/json; charset=utf-8",
+        'application/json; charset="UTF-8"; version=1',
+        "application/vnd.x+json",
+    ],
 )
 async def test_json_content_types_are_accepted(client, content_type):
     body = json.dumps({"model": "scripted", "messages": [USER]})

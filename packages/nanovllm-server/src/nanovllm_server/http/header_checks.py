@@ -4,6 +4,8 @@ import hashlib
 import hmac
 from collections.abc import Container, Sequence
 
+from werkzeug.http import parse_options_header
+
 from nanovllm_server.protocol.error import ApiError
 
 
@@ -45,16 +47,16 @@ def _digest(key: str) -> bytes:
 
 def check_content_type(content_type: str | None, content_encoding: str | None) -> None:
     """Requires the body to be uncompressed JSON in UTF-8. Raises ApiError (415)."""
-    media_type, _, media_type_parameters = (content_type or "").partition(";")
-    media_type = media_type.strip().lower()
+    media_type, parameters = parse_options_header(content_type)
+    media_type = media_type.lower()
     if media_type != "application/json" and not (
         media_type.startswith("application/") and media_type.endswith("+json")
     ):
         received = f'"{content_type[:80]}"' if content_type else "missing"
         raise _unsupported_media_type(f"Content-Type must be application/json, but is {received}")
-    parameters = media_type_parameters.strip().lower()
-    if parameters.startswith("charset=") and parameters.removeprefix("charset=").strip("\"' ") not in ("utf-8", "utf8"):
-        raise _unsupported_media_type(f"the body must be UTF-8, but Content-Type says {parameters[:40]}")
+    charset = parameters.get("charset", "utf-8").strip("'").lower()
+    if charset not in ("utf-8", "utf8"):
+        raise _unsupported_media_type(f"the body must be UTF-8, but Content-Type says charset={charset[:40]}")
     if content_encoding not in (None, "", "identity"):
         raise _unsupported_media_type(f"Content-Encoding must be absent or identity, but is {content_encoding[:40]}")
 
