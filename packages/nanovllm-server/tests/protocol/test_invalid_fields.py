@@ -240,6 +240,8 @@ INVALID_FIELDS = [
     ({"response_format": {}}, "response_format.type"),
     ({"response_format": {"type": "xml"}}, "response_format.type"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+    ({"response_format": {"type": "json_object", "schema": {"type": "object"}}}, "response_format.schema"),
+    ({"response_format": {"type": "json_object", "value": {"type": "object"}}}, "response_format.value"),
     (json_schema(name=None), "response_format.json_schema.name"),
     (json_schema(name="a b"), "response_format.json_schema.name"),
     (json_schema(name="a" * 65), "response_format.json_schema.name"),

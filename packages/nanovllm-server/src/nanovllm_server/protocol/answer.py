@@ -10,7 +10,7 @@ from typing import cast
 import orjson
 
 from nanovllm_server.protocol.body import MAX_VALUES, has_too_many_values
-from nanovllm_server.protocol.error import ApiError, bad_field
+from nanovllm_server.protocol.error import ApiError, bad_field, unsupported
 from nanovllm_server.protocol.field_reader import FieldReader
 from nanovllm_server.protocol.json import JSON
 from nanovllm_server.protocol.schema import require_small_schema
@@ -89,6 +89,11 @@ def _read_response_format(body: FieldReader) -> AnswerRule | None:
         case "text":
             return None
         case "json_object":
+            # llama.cpp and TGI read a schema from these fields.
+            for name in ("schema", "value"):
+                if fields.raw(name, {"enum": [None]}) is not None:
+                    message = f'{fields.path(name)} is not supported: use the type "json_schema" for a schema'
+                    raise unsupported(fields.path(name), message)
             return _any_object_answer(path)
         case "json_schema":
             return _read_json_schema(fields)

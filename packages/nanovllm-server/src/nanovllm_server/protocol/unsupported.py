@@ -41,6 +41,7 @@ REPLACEMENTS: dict[str, str] = {
     "guided_regex": "structured_outputs.regex",
     "guided_choice": "structured_outputs.choice",
     "guided_grammar": "structured_outputs.grammar",
+    "grammar": "structured_outputs.grammar",
     "guided_decoding_backend": "structured_outputs",
     "guided_whitespace_pattern": "structured_outputs",
     "structural_tag": "structured_outputs.structural_tag",
