@@ -81,6 +81,12 @@ CASES = {
         "",
         [("get_weather", '{"city": "Rome", "days": 2}')],
     ),
+    "a forgotten end of the last value": (
+        block('<invoke name="get_weather">\n<parameter name="city">Rome\n</invoke>'),
+        "",
+        "",
+        [("get_weather", '{"city": "Rome"}')],
+    ),
     "an unknown function": (block('<invoke name="no"></invoke>'), "", "", [("no", "{}")]),
     "no block": (f"Now: {WEATHER}ok", "", "Now:\nok", [CALLED]),
     "no block and no such function": ('<invoke name="no"></invoke>', "", '<invoke name="no"></invoke>', []),

@@ -9,6 +9,7 @@ CALL = (
 )
 CALLED = ("get_weather", '{"city": "Paris", "days": 3}')
 PING = "<tool_call>\n<function=ping>\n</function>\n</tool_call>"
+UNCLOSED_CALL = CALL.replace("</parameter>\n</function>", "</function>")
 
 
 def search_call_text(key, value):
@@ -81,6 +82,8 @@ CASES = {
         "",
         [("get_weather", '{"city": "Paris"', "cut")],
     ),
+    "a forgotten end of the last value": (f"{CALL}\n{UNCLOSED_CALL}\n", "", "", [CALLED, CALLED]),
+    "a forgotten end of the last value, then cut off": (UNCLOSED_CALL.removesuffix("call>"), "", "", [CALLED]),
     "a string with the tag of its own parameter": (
         search_call_text("query", "<parameter=query>"),
         "",

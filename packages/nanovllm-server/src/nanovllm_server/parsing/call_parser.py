@@ -237,6 +237,8 @@ class XmlReader(CallReader[XmlCalls]):
             value, next_key = value_and_next_key
             value_json = self._parameter_json(name, key, value)
             self.collector.add_arguments(f"{separator}{orjson.dumps(key).decode()}: {value_json}")
+            if next_key == call_format.call_end:
+                return self._close_call("}")
             separator = ", "
             # The recorded text is content if neither another parameter nor the closing tag of the call follows.
             source.start_recording()
@@ -254,27 +256,31 @@ class XmlReader(CallReader[XmlCalls]):
         return True
 
     def _read_parameter_value(self, missing_keys: Set[str]) -> ReadGenerator[tuple[str, str | None] | None]:
-        """Reads a value and its closing tag. Returns (value, next_key); None if the answer ends before the tag.
+        """Reads a value and its closing tag. Returns (value, next_key); None if the answer ends within the value.
 
         missing_keys: parameters of the function that the call does not have yet.
-        next_key: name of the next parameter if this parameter begins before the closing tag, else None.
+        next_key: name of the next parameter if this parameter begins before the closing tag; `call_end` if the call and
+            the answer end before the closing tag; else None.
         """
         source, call_format = self.source, self.call_format
         value: list[str] = []
         while True:
             tag = yield from source.read_until((call_format.parameter_end, call_format.parameter_begin), value.append)
             if tag is None:
-                return None
+                text, call_end, rest = "".join(value).partition(call_format.call_end)
+                ends_call = call_end and call_format.end.startswith(rest.strip(WHITESPACE))
+                return (self._trim_unclosed_value(text), call_end) if ends_call else None
             source.start_recording()
             yield from source.read_literal(tag)
             if tag == call_format.parameter_end:
                 return "".join(value), None
             next_key = yield from source.read_name(call_format.key_end)
             if next_key is not None and next_key.strip() in missing_keys:
-                return "".join(value) if call_format.wraps_values_in_line_breaks else "".join(value).rstrip(
-                    WHITESPACE
-                ), next_key
+                return self._trim_unclosed_value("".join(value)), next_key
             value.append(source.stop_recording())
+
+    def _trim_unclosed_value(self, value: str) -> str:
+        return value if self.call_format.wraps_values_in_line_breaks else value.rstrip(WHITESPACE)
 
     def _close_call(self, brace: str) -> bool:
         """Ends the arguments with `brace`, and ends the call. Returns True."""
