@@ -330,6 +330,13 @@ async def test_tools_and_values_reach_the_template(post_chat, set_reply, tokeniz
     assert tokenizer.given[-1][1] == {}
 
 
+async def test_null_fields_of_a_function_do_not_reach_the_template(post_chat, set_reply, tokenizer):
+    set_reply(QWEN, "Hello.")
+    function = {"name": "ping", "description": None, "parameters": None, "strict": None}
+    await post_chat(tools=[{"type": "function", "function": function}])
+    assert tokenizer.given[-1][0] == ({"type": "function", "function": {"name": "ping"}},)
+
+
 @pytest.mark.parametrize(
     ("start", "reasoning", "content"),
     [

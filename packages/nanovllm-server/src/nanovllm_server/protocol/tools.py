@@ -46,7 +46,7 @@ class Function:
 class Toolbox:
     """The tools of a request.
 
-    definitions: all tools of the request, unchanged, for the prompt.
+    definitions: all tools of the request, for the prompt. Their functions have no null fields.
     is_restricted: `functions` lacks some functions of `definitions`.
     """
 
@@ -101,7 +101,7 @@ def parse_tools(body: FieldReader) -> Toolbox | None:
         function = _read_function(tool)
         if function.name in functions:
             raise bad_field(tool.path("function.name"), "different from those of the other tools", function.name)
-        definitions.append(cast(dict[str, JSON], item))
+        definitions.append(_make_definition(cast(dict[str, JSON], item)))
         functions[function.name] = function
     choice = _read_tool_choice(body, functions.keys())
     # With "none", the prompt does not show the tools either.
@@ -181,6 +181,12 @@ def _read_function(tool: FieldReader) -> Function:
         function.boolean("strict") or False,
         function.path("parameters"),
     )
+
+
+def _make_definition(tool: dict[str, JSON]) -> dict[str, JSON]:
+    # Some chat templates write a null description as "None".
+    fields = cast(dict[str, JSON], tool["function"])
+    return {**tool, "function": {name: value for name, value in fields.items() if value is not None}}
 
 
 def _with_enforcement(function: Function, *, is_call_required: bool) -> Function:
