@@ -246,6 +246,13 @@ async def test_call_that_is_cut_off_has_finish_reason_length(post_chat, set_repl
     assert ended == whole
 
 
+async def test_call_that_is_cut_off_after_the_text_of_its_end_has_finish_reason_length(post_chat, set_reply):
+    begin = "<tool_call>\n<function=get_weather>\n<parameter=city>\nThe tag </function>"
+    set_reply(ChatFormat(None, QWEN3_CODER), f"{begin} ends it")
+    choice, _ = await post_chat(parallel_tool_calls=False, max_tokens=len(begin))
+    assert choice["finish_reason"] == "length"
+
+
 async def test_text_that_is_not_a_call_is_content(post_chat, set_reply):
     set_reply(QWEN, "<tool_call>\nno\n</tool_call>")
     choice, _ = await post_chat()

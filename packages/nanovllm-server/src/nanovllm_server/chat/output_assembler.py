@@ -105,7 +105,7 @@ class OutputAssembler:
         if not self._is_stopped:
             self._apply_events(self._parser.finish())
         self._update_reasoning_tokens()
-        if self._is_stopped:
+        if self._stop_matcher is not None and self._stop_matcher.matched_stop is not None:
             return self._end("stop")
         self._flush_stop_matcher()
         return self._end(reason, output.stop_token if output.stop_token in self._sampling.stop_token_ids else None)
