@@ -226,7 +226,12 @@ async def test_unusable_secrets_and_addresses_are_refused(secret, tmp_path):
     ):
         with pytest.raises(ConfigError, match=error):
             await AsyncEngine.start(spec, replace(config, transfer_secret_file=path))
+    config = replace(config, transfer_secret_file=secret)
+    failing_config = replace(
+        config, transfer_listen="192.0.2.1:1", kv_offload_dir=tmp_path / "files", kv_offload_disk_gib=0.1
+    )
     with pytest.raises(ConfigError, match="transfer_listen is 192.0.2.1:1, where the engine can't listen"):
-        await AsyncEngine.start(spec, replace(config, transfer_secret_file=secret, transfer_listen="192.0.2.1:1"))
+        await AsyncEngine.start(spec, failing_config)
+    assert "nanovllm-files" not in [thread.name for thread in threading.enumerate()]
     with pytest.raises(ConfigError, match="need a model with a fingerprint"):
-        await AsyncEngine.start(toy_model.toy_spec(), replace(config, transfer_secret_file=secret))
+        await AsyncEngine.start(toy_model.toy_spec(), config)

@@ -4,6 +4,7 @@ import asyncio
 import secrets
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, closing
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -65,22 +66,28 @@ async def build_loop(spec: ModelSpec, config: EngineConfig, directory: Path | No
         num_gpus=torch.cuda.device_count(),
     )
     # Open files before loading the model, so that an unusable path fails at once.
+    hash_secret = None if resolved.kv_offload_dir is None else load_secret(resolved.kv_offload_dir)
     transfer_secret = None
     if resolved.uses_transfer and resolved.transfer_secret_file is not None:
         transfer_secret = read_transfer_secret(resolved.transfer_secret_file)
-    hash_secret = None if resolved.kv_offload_dir is None else load_secret(resolved.kv_offload_dir)
-    if transfer_secret is not None:
         hash_secret = transfer_secret.hash_secret
-    trace_file = None if resolved.trace is None else TraceFile(resolved.trace)
-    spin_control = SpinControl(is_on=resolved.device == "cpu" and can_shorten_spins())
-    executor = ThreadPoolExecutor(1, ENGINE_THREAD_NAME)
-    host_memory = allocate_host_memory(resolved)
-    ranks = RankProcesses(spec, resolved, host_memory, directory) if resolved.tensor_parallel_size > 1 else None
-    step_time_model = StepTimeModel()
-    try:
+    async with AsyncExitStack() as cleanup:
+        # These callbacks run if the start fails.
+        trace_file = None if resolved.trace is None else cleanup.enter_context(closing(TraceFile(resolved.trace)))
+        spin_control = SpinControl(is_on=resolved.device == "cpu" and can_shorten_spins())
+        cleanup.callback(spin_control.close)
+        executor = ThreadPoolExecutor(1, ENGINE_THREAD_NAME)
+        cleanup.callback(executor.shutdown, wait=False)
+        host_memory = allocate_host_memory(resolved)
+        ranks = RankProcesses(spec, resolved, host_memory, directory) if resolved.tensor_parallel_size > 1 else None
+        if ranks is not None:
+            cleanup.push_async_callback(_end_ranks, ranks, executor)
         start_rank_0 = partial(_start_rank_0, spec, resolved, ranks, host_memory)
         runner, copier = await _run_on_thread(executor, ranks, start_rank_0)
+        step_time_model = StepTimeModel()
         tier = _make_tier(spec, resolved, runner, step_time_model, copier)
+        if tier is not None:
+            cleanup.callback(tier.close)
         token_limits = resolved.max_tokens_per_group, runner.max_model_len
         with log_phase("calibration"):
             await _run_on_thread(executor, ranks, partial(calibrate, step_time_model, runner.time_step, *token_limits))
@@ -89,16 +96,7 @@ async def build_loop(spec: ModelSpec, config: EngineConfig, directory: Path | No
             copier.memory.allow_pinning()
         scheduler = _make_scheduler(spec, resolved, runner, step_time_model, draft_times, tier, hash_secret)
         transfers = _make_transfers(spec, resolved, runner, copier, scheduler, transfer_secret)
-    except BaseException:
-        if ranks is not None:
-            await asyncio.to_thread(ranks.close)
-            leaving = asyncio.get_running_loop().run_in_executor(executor, ranks.abandon)
-            await asyncio.wait([leaving], timeout=FAILED_START_TIMEOUT_S)
-        executor.shutdown(wait=False)
-        spin_control.close()
-        if trace_file is not None:
-            trace_file.close()
-        raise
+        cleanup.pop_all()
     vocabulary = spec.vocabulary
     grammars = None if vocabulary is None else Grammars(vocabulary, spec.vocab_size, spec.eos_token_ids)
     return EngineLoop(
@@ -114,6 +112,12 @@ async def build_loop(spec: ModelSpec, config: EngineConfig, directory: Path | No
         grammars,
         ranks,
     )
+
+
+async def _end_ranks(ranks: RankProcesses, executor: ThreadPoolExecutor) -> None:
+    await asyncio.to_thread(ranks.close)
+    leaving = asyncio.get_running_loop().run_in_executor(executor, ranks.abandon)
+    await asyncio.wait([leaving], timeout=FAILED_START_TIMEOUT_S)
 
 
 def _start_rank_0(
