@@ -28,6 +28,7 @@ HARMLESS_VALUES: dict[str, tuple[JSON, ...]] = {
     "modalities": (["text"],),
     "repetition_detection": (),
     "return_hidden_states": (False,),
+    "stop_regex": (),
     "truncation_side": ("left",),
     "use_beam_search": (False,),
     "vllm_xargs": ({},),
@@ -48,6 +49,10 @@ REPLACEMENTS: dict[str, str] = {
     "json_schema": "structured_outputs.json",
     "regex": "structured_outputs.regex",
     "ebnf": "structured_outputs.grammar",
+    "enable_thinking": "reasoning.enabled",
+    "thinking": "reasoning.enabled",
+    "thinking_budget": "max_reasoning_tokens",
+    "repeat_penalty": "repetition_penalty",
 }
 
 
