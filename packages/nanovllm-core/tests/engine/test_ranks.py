@@ -118,6 +118,17 @@ def test_no_rank_ends_before_rank_0_has_connected(closes, monkeypatch):
     assert states == [(False, True)]
 
 
+def test_closing_does_not_wait_for_the_join_after_a_failure(monkeypatch):
+    monkeypatch.setattr(ranks, "FAILED_START_TIMEOUT_S", 120.0)
+    processes = RankProcesses(toy_model.toy_spec(), RESOLVED, None)
+    processes._processes[0].kill()
+    assert processes._failure_event.wait(MAX_END_S)
+    start_s = time.monotonic()
+    with processes._join_lock:
+        processes.close()
+    assert time.monotonic() - start_s < MAX_END_S
+
+
 def test_a_rank_that_can_not_build_the_model_fails_the_start_with_its_reason():
     with pytest.raises(ValueError, match="this model can't be built"):
         asyncio.run(AsyncEngine.start(toy_model.toy_spec("refusing"), CONFIG))

@@ -113,6 +113,7 @@ def test_process_that_hangs_is_replaced(monkeypatch):
         monkeypatch.setattr(vetting, "_read_all", read_briefly)
         vetter.vet(REGEX)
         process, connection = vetter._running
+        assert connection.gettimeout() == vetting._START_TIMEOUT_S
         connection.settimeout(1)
         os.kill(process.pid, signal.SIGSTOP)
         # This grammar is too long for the connection's buffers, so sending it waits for the process.

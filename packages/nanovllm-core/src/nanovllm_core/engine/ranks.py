@@ -191,7 +191,7 @@ class RankProcesses:
         """End the processes, by force if they do not end by themselves after `stop`. Remove the directory."""
         self._is_closing = True
         # If another rank were killed while rank 0 connects to it, the thread of rank 0 would wait for two hours.
-        # A rank that has failed was connected, or will never connect.
+        # A rank that has failed had already connected, or never will: waiting would not help.
         if not self.has_failed and self._join_lock.acquire(timeout=FAILED_START_TIMEOUT_S):
             self._join_lock.release()
         deadline_s = time.monotonic() + (STOP_TIMEOUT_S if self._is_stop_sent else 0.0)

@@ -150,7 +150,7 @@ class Vetter:
             self._is_closed = True
             self._stop()
 
-    def _send(self, spec: GrammarSpec, reply_fd: int) -> "subprocess.Popen[bytes]":
+    def _send(self, spec: GrammarSpec, reply_fd: int) -> subprocess.Popen[bytes]:
         """Send a grammar to the vetting process. Returns this process."""
         with self._lock:
             if self._is_closed:
@@ -162,7 +162,7 @@ class Vetter:
                 self._stop()
                 return self._try_to_send(spec, reply_fd)
 
-    def _try_to_send(self, spec: GrammarSpec, reply_fd: int) -> "subprocess.Popen[bytes]":
+    def _try_to_send(self, spec: GrammarSpec, reply_fd: int) -> subprocess.Popen[bytes]:
         process, connection = self._running or self._start()
         if not self._is_set_up:
             tokens, end_ids = self._read_vocabulary()
@@ -174,7 +174,7 @@ class Vetter:
         send_message(connection, spec, [reply_fd])
         return process
 
-    def _start(self) -> "tuple[subprocess.Popen[bytes], socket.socket]":
+    def _start(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
         connection, child_end = socket.socketpair()
         # If the process does not receive a message in time, sending raises TimeoutError, which is an OSError.
         connection.settimeout(_START_TIMEOUT_S)

@@ -101,7 +101,7 @@ class Parser:
                 awaited_end_tag = None
             elif self._call_reader is not None:
                 yield from self._call_reader.read_consecutive_calls(self._collector.add_content)
-                # The answer began like a call, but was none: it has no calls further on either.
+                # If the beginning looked like a call but was not one, no later text is a call.
                 if self._calls_only_at_start and not self._collector.num_calls:
                     begin_texts = ()
 

@@ -13,8 +13,8 @@ from typing import Literal
 import torch
 
 from nanovllm_core import EngineConfig, ModelSpec
-from nanovllm_kernels.platform import has_cuda
 from nanovllm_server.bench import charts
+from nanovllm_server.bench.engine_defaults import find_device_and_dtype
 from nanovllm_server.bench.offline.cases import Case, OfflineBenchmark
 from nanovllm_server.bench.offline.engine_runs import WARM_UP_TOKENS, RunTiming, time_engine
 from nanovllm_server.bench.offline.peer_process import Peer, PeerDraftHeads, PeerJob, PeerResult, run_peer
@@ -44,10 +44,8 @@ def run(options: OfflineOptions, spec: ModelSpec, benchmark: OfflineBenchmark) -
     Raises BenchError (invalid options, or the peer failed) and the errors of `time_engine`.
     """
     config = options.config
-    device = config.device or ("cuda" if has_cuda() else "cpu")
+    device, dtype = find_device_and_dtype(spec, config)
     _check_options(options, spec, benchmark, device)
-    default_dtype = (spec.cuda_dtype if device == "cuda" else None) or spec.dtype
-    dtype = str(config.dtype or default_dtype).removeprefix("torch.")
     peer_result = run_peer(options.peer, _make_peer_job(options, benchmark, device, dtype)) if options.peer else None
     engine_timings = asyncio.run(
         time_engine(

@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass
 from statistics import median
 
 from nanovllm_core import EngineConfig, ModelSpec
-from nanovllm_kernels.platform import has_cuda
 from nanovllm_models import Tokenizer
+from nanovllm_server.bench.engine_defaults import find_device_and_dtype
 from nanovllm_server.bench.report import BenchError, OutputFiles, Table, report
 from nanovllm_server.bench.speculation.paired_runs import PromptRuns, run_pairs
 from nanovllm_server.bench.speculation.prompt_files import Prompt, read_prompts
@@ -99,9 +99,7 @@ def run(options: SpeculationOptions, spec: ModelSpec, tokenizer: Tokenizer) -> N
         summarize_prompt(prompt, len(ids), prompt_runs)
         for prompt, ids, prompt_runs in zip(prompts, token_ids, runs, strict=True)
     ]
-    device = options.config.device or ("cuda" if has_cuda() else "cpu")
-    default_dtype = (spec.cuda_dtype if device == "cuda" else None) or spec.dtype
-    dtype = str(options.config.dtype or default_dtype).removeprefix("torch.")
+    device, dtype = find_device_and_dtype(spec, options.config)
     report(
         "speculation",
         f"speculation: {spec.name} in {dtype} on {device}; one request at a time, greedy, up to {options.output_len} "
