@@ -53,8 +53,8 @@ GPU_SETTINGS = {
     "graphs, depth 1": {"depth": 1, **AMPLE_CACHE},
     "not compiled": {"compile": False, **AMPLE_CACHE},
     "compiled, launched kernel by kernel": {"compile": True, "graph_mode": "none", **AMPLE_CACHE},
-    "mixed steps in pieces": {"graph_mode": "piecewise", **AMPLE_CACHE},
-    "mixed steps in pieces, chunked": {"graph_mode": "piecewise", "max_num_batched_tokens": 80, **AMPLE_CACHE},
+    "steps with prompts in pieces": {"graph_mode": "piecewise", **AMPLE_CACHE},
+    "steps with prompts in pieces, chunked": {"graph_mode": "piecewise", "max_num_batched_tokens": 80, **AMPLE_CACHE},
 }
 FP8_CACHE_MODELS = (
     *("Llama, tied", "Qwen2", "Qwen3", "Qwen3-MoE", "Qwen3-Next, some dense, shared experts wider", "MiniMax-M2"),

@@ -292,7 +292,7 @@ def test_answers_are_those_of_the_baseline(case, name):
     require_same_answers(case, observation.first.answers)
     if case.scale is TRUE_SCALE:
         replayed = {kind for mode, kind, count in observation.stats.graph_steps if mode != "none" and count}
-        assert replayed == ({"decode", "mixed"} if SETTINGS[name].replays_graphs else set())
+        assert replayed == ({"decode", "prompt"} if SETTINGS[name].replays_graphs else set())
 
 
 @pytest.mark.parametrize("name", CACHING_SETTINGS)

@@ -35,7 +35,7 @@ CONFIGS = {
 GPU_CONFIGS = {
     "no graphs": {"graph_mode": "none"},
     "only decodes from graphs": {"graph_mode": "full_decode_only"},
-    "mixed steps in pieces": {"graph_mode": "piecewise", "max_num_batched_tokens": 80},
+    "steps with prompts in pieces": {"graph_mode": "piecewise", "max_num_batched_tokens": 80},
     "not compiled": {"compile": False},
 }
 SAMPLING_OPTIONS = [

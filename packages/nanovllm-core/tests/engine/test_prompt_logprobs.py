@@ -121,11 +121,11 @@ async def test_only_steps_with_prompt_logprobs_run_without_graphs(toy_spec, orac
         plain_task = asyncio.create_task(serve(engine, Request("a", [1, 2, 3], plain)))
         while not engine.stats.generation_tokens:
             await asyncio.sleep(0)
-        num_without_graphs = num_steps["none", "mixed"]
+        num_without_graphs = num_steps["none", "prompt"]
         tokens, _, _ = await serve(engine, Request("b", [4, 5, 6], with_logprobs))
         assert (await plain_task)[0] == oracle([1, 2, 3], 100)
     finally:
         await engine.stop()
     assert tokens == oracle([4, 5, 6], 5)
-    assert num_steps["none", "mixed"] == num_without_graphs + 1
+    assert num_steps["none", "prompt"] == num_without_graphs + 1
     assert num_steps["none", "decode"] == 0

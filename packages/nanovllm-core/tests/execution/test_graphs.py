@@ -18,7 +18,7 @@ from nanovllm_core.execution.graphs import (
     StepGraphs,
     decode_sizes,
     graph_shapes,
-    mixed_sizes,
+    prompt_step_sizes,
 )
 from nanovllm_core.execution.model_proposers import DraftModelProposer, HeadProposer
 from nanovllm_core.execution.proposers import NO_DRAFTS, NgramProposer
@@ -41,24 +41,24 @@ def test_decodes_are_padded_by_few_requests(max_num_seqs):
     assert len(sizes) < 50
 
 
-def test_neighbouring_mixed_sizes_differ_by_at_most_256_or_a_quarter():
-    sizes = mixed_sizes(8192)
-    assert sizes[0] == graphs_module.MIN_MIXED_TOKENS
+def test_neighbouring_prompt_step_sizes_differ_by_at_most_256_or_a_quarter():
+    sizes = prompt_step_sizes(8192)
+    assert sizes[0] == graphs_module.MIN_PROMPT_STEP_TOKENS
     assert sizes[-1] == 8192
     assert all(
         after - before <= min(before, max(graphs_module.MAX_SIZE_INCREMENT, before / 4))
         for before, after in pairwise(sizes)
     )
     assert len(sizes) < 25
-    assert mixed_sizes(700) == [64, 128, 256, 512, 700]
-    assert mixed_sizes(50) == [50]
+    assert prompt_step_sizes(700) == [64, 128, 256, 512, 700]
+    assert prompt_step_sizes(50) == [50]
 
 
 def test_shapes_come_largest_first_and_fit_the_token_budget():
     shapes = graph_shapes("full", 64, 800)
     assert [shape.num_tokens for shape in shapes] == sorted((shape.num_tokens for shape in shapes), reverse=True)
-    mixed = {shape.num_tokens: shape.mode for shape in shapes if shape.mode != "full_decode_only"}
-    assert mixed == dict.fromkeys((64, 128, 256, 512, 768, 800), "full")
+    prompt_shapes = {shape.num_tokens: shape.mode for shape in shapes if shape.mode != "full_decode_only"}
+    assert prompt_shapes == dict.fromkeys((64, 128, 256, 512, 768, 800), "full")
     assert {shape.mode for shape in graph_shapes("piecewise", 64, 800) if shape.max_query_len > 1} == {"piecewise"}
     assert {shape.max_query_len for shape in graph_shapes("full_decode_only", 64, 800)} == {1}
     assert graph_shapes("none", 64, 800) == []
@@ -67,7 +67,7 @@ def test_shapes_come_largest_first_and_fit_the_token_budget():
 def test_steps_of_many_tokens_also_have_shapes_with_few_requests():
     few, many_tokens = graphs_module.NUM_FEW_REQUESTS, graphs_module.MIN_FEW_REQUEST_TOKENS
     shapes = [shape for shape in graph_shapes("full", 64, 2 * many_tokens) if shape.max_query_len > 1]
-    sizes = mixed_sizes(2 * many_tokens)
+    sizes = prompt_step_sizes(2 * many_tokens)
     assert {shape.num_tokens for shape in shapes if shape.num_reqs == 64} == set(sizes)
     assert {shape.num_tokens for shape in shapes if shape.num_reqs != 64} == {
         size for size in sizes if size >= many_tokens
@@ -91,7 +91,7 @@ def test_steps_of_few_whole_prompts_have_separate_shapes():
     few = graphs_module.NUM_FEW_REQUESTS
     shapes = graph_shapes("full", 64, 1024, min_whole_prompt_tokens=512)
     whole_shapes = {shape[:2] for shape in shapes if shape.has_only_whole_prompts}
-    assert whole_shapes == {(few, size) for size in mixed_sizes(1024) if size >= 512}
+    assert whole_shapes == {(few, size) for size in prompt_step_sizes(1024) if size >= 512}
     assert not any(
         shape.has_only_whole_prompts for shape in graph_shapes("piecewise", 64, 1024, min_whole_prompt_tokens=512)
     )
@@ -144,8 +144,8 @@ def test_dispatch_selects_the_smallest_shape_that_fits():
     assert dispatch(graphs, 2, 1025, None) is None
     assert graphs.num_steps == {
         ("full_decode_only", "decode"): 2,
-        ("full", "mixed"): 3,
-        ("none", "mixed"): 1,
+        ("full", "prompt"): 3,
+        ("none", "prompt"): 1,
     }
 
 
@@ -161,11 +161,11 @@ def test_decode_with_drafts_is_dispatched_to_its_own_shape():
         ("full_decode_only", "draft"): 2,
         ("none", "draft"): 1,
         ("full_decode_only", "decode"): 1,
-        ("full", "mixed"): 1,
+        ("full", "prompt"): 1,
     }
 
 
-def test_mixed_step_has_no_graph_if_only_decodes_are_captured():
+def test_step_with_a_prompt_has_no_graph_if_only_decodes_are_captured():
     graphs = AllCapturedGraphs("full_decode_only")
     assert dispatch(graphs, 3, 50, None) is None
     assert dispatch(graphs, 1, 1, 1) == GraphShape(1, 1, 1, "full_decode_only")
@@ -318,5 +318,5 @@ def test_captured_steps_choose_the_tokens_of_steps_without_graphs(mode):
     counts, found = run(mode)
     assert found == expected
     assert len({token for tokens in found for token in tokens}) > 5
-    counts.pop(("none", "mixed"))
-    assert counts == {(mode, "mixed"): 2, ("full_decode_only", "decode"): 5}
+    counts.pop(("none", "prompt"))
+    assert counts == {(mode, "prompt"): 2, ("full_decode_only", "decode"): 5}

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from nanovllm_core.cache.manager import CacheManager
-from nanovllm_core.execution.graphs import mixed_sizes
+from nanovllm_core.execution.graphs import prompt_step_sizes
 from nanovllm_core.request import Request
 from nanovllm_core.request_state import RequestState
 from nanovllm_core.sampling_params import SamplingParams
@@ -21,7 +21,7 @@ from nanovllm_kernels.attention import PROPORTIONAL_ESTIMATOR, AttentionEstimato
 BLOCK_SIZE, MAX_MODEL_LEN = 16, 131_072
 TARGET_STEP_S, PROMPT_STEP_LIMIT_S = 0.025, 0.05
 MAX_STEP_TOKENS = 8192
-PADDED_TOKENS = tuple(mixed_sizes(MAX_STEP_TOKENS))
+PADDED_TOKENS = tuple(prompt_step_sizes(MAX_STEP_TOKENS))
 ESTIMATOR = AttentionEstimator(tile_tokens=32, tiles_per_round=16)
 # Steps may exceed their limits by this share. The model predicts neither noise nor the bend in `true_seconds`.
 MAX_EXCESS = 0.12

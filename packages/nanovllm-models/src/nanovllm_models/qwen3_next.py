@@ -180,15 +180,15 @@ class Qwen3NextLayer(nn.Module):
         return x, *(self.self_attn if self.has_attention else self.linear_attn).project(layer_input, norm)
 
     def mix(self, projected: tuple[Tensor, Tensor], rotation: Rotation, ctx: ForwardContext) -> Tensor:
-        """Run gated attention or Gated DeltaNet on the results of `before_mix`."""
+        """Run the token mixer (gated attention or Gated DeltaNet) on the results of `before_mix`."""
         if self.has_attention:
             return self.self_attn.forward(*projected, rotation, ctx)
         return self.linear_attn.forward(*projected, ctx)
 
-    def after_mix(self, mixed: Tensor, x: Tensor) -> ResidualStream:
+    def after_mix(self, mixer_output: Tensor, x: Tensor) -> ResidualStream:
         """Return the residual stream after the layer. x: residual stream before the layer; may be overwritten."""
         out_proj = self.self_attn.o_proj if self.has_attention else self.linear_attn.out_proj
-        stream = out_proj.forward(mixed, ResidualStream(x))
+        stream = out_proj.forward(mixer_output, ResidualStream(x))
         x, layer_input, norm = self.post_attention_layernorm.add_partials_and_gather_requests(stream)
         if norm is not None and not self._is_norm_fused:
             layer_input, norm = norm.forward(layer_input), None
@@ -201,10 +201,10 @@ class Qwen3NextLayer(nn.Module):
 
 
 def run_between_mixes(
-    mixed: Tensor, x: Tensor, layer: Qwen3NextLayer, next_layer: Qwen3NextLayer
+    mixer_output: Tensor, x: Tensor, layer: Qwen3NextLayer, next_layer: Qwen3NextLayer
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run the code between two calls of `mix`; returns the residual stream and the inputs of the next `mix`."""
-    return next_layer.before_mix(layer.after_mix(mixed, x))
+    return next_layer.before_mix(layer.after_mix(mixer_output, x))
 
 
 class Qwen3NextModel(nn.Module):
@@ -244,8 +244,8 @@ class Qwen3NextModel(nn.Module):
         x, *inputs = layer.before_mix(ResidualStream(self.embed_tokens.forward(input_ids)))
         projected = tuple(inputs)
         for next_layer in later_layers:
-            mixed = layer.mix(projected, rotation, ctx)
-            x, *inputs = self._run_between[_classify_pair(layer, next_layer)](mixed, x, layer, next_layer)
+            mixer_output = layer.mix(projected, rotation, ctx)
+            x, *inputs = self._run_between[_classify_pair(layer, next_layer)](mixer_output, x, layer, next_layer)
             projected = tuple(inputs)
             layer = next_layer
         return self.norm.normalize(layer.after_mix(layer.mix(projected, rotation, ctx), x))

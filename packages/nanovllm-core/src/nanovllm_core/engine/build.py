@@ -244,7 +244,7 @@ def _make_scheduler(
         prompt_step_limit_s=PROMPT_STEP_LIMIT_S[config.device],
         mixed_step_limit_s=MIXED_STEP_LIMIT_S[config.device],
         attention_estimator=runner.attention_estimator,
-        padded_token_counts=runner.graphs.mixed_tokens,
+        padded_token_counts=runner.graphs.prompt_step_sizes,
     )
     return Scheduler(
         caches,

@@ -24,8 +24,8 @@ from nanovllm_core.model import AttentionFunction, LaunchAttention
 from nanovllm_core.scheduling.plan import BatchShape
 from nanovllm_kernels.attention import AttentionBatch
 
-# Mixed steps have prompts, and perhaps decodes. Their token counts are padded to at least this size.
-MIN_MIXED_TOKENS = 64
+# The token counts of steps with prompts are padded to at least this size.
+MIN_PROMPT_STEP_TOKENS = 64
 # Consecutive padded token counts differ by at most this number or a quarter of the smaller count, whichever is larger.
 # Padding to powers of two would double the time of some steps.
 MAX_SIZE_INCREMENT = 256
@@ -122,10 +122,10 @@ def decode_sizes(max_num_seqs: int) -> list[int]:
     return [*sizes, max_num_seqs]
 
 
-def mixed_sizes(max_num_batched_tokens: int) -> list[int]:
-    """Token counts to which mixed steps are padded, rising."""
+def prompt_step_sizes(max_num_batched_tokens: int) -> list[int]:
+    """Token counts to which steps with prompts are padded, rising."""
     sizes: list[int] = []
-    size = MIN_MIXED_TOKENS
+    size = MIN_PROMPT_STEP_TOKENS
     while size < max_num_batched_tokens:
         sizes.append(size)
         size += min(size, max(MAX_SIZE_INCREMENT, 1 << (size.bit_length() - 3)))
@@ -167,7 +167,7 @@ def graph_shapes(
             for num_reqs, size in size_pairs
         )
     if mode != "full_decode_only":
-        sizes = mixed_sizes(max_num_batched_tokens)
+        sizes = prompt_step_sizes(max_num_batched_tokens)
         shapes.extend(GraphShape(max_num_seqs, size, size, mode) for size in sizes)
         if max_num_seqs > NUM_FEW_REQUESTS:
             shapes.extend(
@@ -191,32 +191,32 @@ class StepGraphs:
     """The captured steps of one device.
 
     num_steps: number of dispatched steps by graph mode and kind. The mode is "none" for a step without a graph. The
-        kind is "decode", "draft" for decodes with drafts, or "mixed".
+        kind is "decode", "draft" for decodes with drafts, or "prompt" for steps with prompts.
     """
 
     def __init__(self, shapes: Sequence[GraphShape]):
         self.num_steps: Counter[tuple[GraphMode, str]] = Counter()
         self._shapes = shapes
         smallest_first = sorted(shapes, key=_sort_key)
-        self._mixed_shapes = [shape for shape in smallest_first if shape.mode != "full_decode_only"]
+        self._prompt_shapes = [shape for shape in smallest_first if shape.mode != "full_decode_only"]
         self._draft_shapes = [shape for shape in smallest_first if shape.has_drafts]
-        other_shapes = {*self._mixed_shapes, *self._draft_shapes}
+        other_shapes = {*self._prompt_shapes, *self._draft_shapes}
         self._decode_shapes = [shape for shape in smallest_first if shape not in other_shapes]
         self._steps: dict[GraphShape, CapturedStep] = {}
 
     @property
-    def mixed_tokens(self) -> tuple[int, ...]:
+    def prompt_step_sizes(self) -> tuple[int, ...]:
         """Token counts to which captured steps with prompts are padded, rising."""
-        return tuple(dict.fromkeys(shape.num_tokens for shape in self._mixed_shapes))
+        return tuple(dict.fromkeys(shape.num_tokens for shape in self._prompt_shapes))
 
     def dispatch(self, batch: BatchShape, *, allows_graph: bool = True) -> CapturedStep | None:
         """Count the step. Returns the smallest captured step that holds the batch; None if none fits or is allowed."""
         if batch.has_drafts:
             kind, shapes = "draft", self._draft_shapes
         elif batch.query_len == 1:
-            kind, shapes = "decode", self._decode_shapes or self._mixed_shapes
+            kind, shapes = "decode", self._decode_shapes or self._prompt_shapes
         else:
-            kind, shapes = "mixed", self._mixed_shapes
+            kind, shapes = "prompt", self._prompt_shapes
         for shape in shapes if allows_graph else ():
             fits = batch.num_reqs <= shape.num_reqs and batch.num_tokens <= shape.num_tokens
             if fits and (batch.has_only_whole_prompts or not shape.has_only_whole_prompts) and shape in self._steps:
