@@ -93,3 +93,10 @@ def test_the_served_name_flag_takes_one_name_and_may_be_repeated():
     assert (settings.model, settings.model_names) == ("org/model", ("a",))
     settings = cli.make_settings(cli.make_parser().parse_args(["--served-model-name", "a", "--served-model-name", "b"]))
     assert (settings.model, settings.model_names) == (None, ("a", "b"))
+
+
+def test_help_shows_no_default_that_is_none_or_off():
+    text = " ".join(cli.make_parser().format_help().split())
+    assert "(default: 8000)" in text
+    assert not re.findall(r"\(default: (?:None|False)\)", text)
+    assert "do not use torch.compile" in text

@@ -166,7 +166,7 @@ class EngineConfig(SharedSettings):
         "steps that are replayed from CUDA graphs; none: no step; full_decode_only: steps without prompts; piecewise: "
         "all steps, with attention launched between graphs; full: all steps, with one graph per step",
     ] = None
-    compile: Annotated[bool | None, "use torch.compile between attention operators; by default on a GPU"] = None
+    compile: Annotated[bool | None, "use torch.compile between attention operators on a GPU"] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

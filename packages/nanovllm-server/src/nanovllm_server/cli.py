@@ -16,7 +16,7 @@ from nanovllm_server.engine_flags import (
     find_draft_model_error,
     make_engine_config,
 )
-from nanovllm_server.flag_types import integer_in_range, positive_number
+from nanovllm_server.flag_types import HelpFormatter, integer_in_range, positive_number
 
 if TYPE_CHECKING:
     from nanovllm_server.settings import Settings
@@ -37,11 +37,12 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="nanovllm-server",
         description="Serve a language model over HTTP with an OpenAI-compatible chat completions API.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     parser.add_argument(
         "model",
         nargs="?",
+        metavar="MODEL",
         help="directory, or repository of the Hugging Face Hub as organisation/name[@revision]; without MODEL, the "
         "default model, SmolLM2-135M-Instruct",
     )

@@ -37,7 +37,7 @@ def add_engine_flags(add_flag: Callable[..., object], field_names: Sequence[str]
         if value_type is bool:
             turns_on = _DEFAULT_BY_FIELD[name] is False
             if not turns_on:
-                flag, description = f"no-{flag}", f"turn this off: {description}"
+                flag, description = f"no-{flag}", f"do not {description}"
             options = {"default": argparse.SUPPRESS, "dest": name, "action": "store_const", "const": turns_on}
         elif get_origin(value_type) is Literal:
             choices = get_args(value_type)

@@ -1,4 +1,4 @@
-"""Functions that parse command-line values for argparse."""
+"""Functions that parse command-line values for argparse, and the format of help texts."""
 
 import argparse
 import math
@@ -23,3 +23,11 @@ def positive_number(text: str) -> float:
     if not (math.isfinite(value) and value > 0):
         raise argparse.ArgumentTypeError("must be a finite number above 0")
     return value
+
+
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows the default of a flag, unless the default is None, False or empty."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        has_no_default = action.default is False or action.default in (None, [None], [], "")
+        return action.help if has_no_default else super()._get_help_string(action)

@@ -17,7 +17,7 @@ from nanovllm_server.bench.interference import interference_flags
 from nanovllm_server.bench.speculation import speculation_flags
 from nanovllm_server.bench.workload import IntegerRange
 from nanovllm_server.engine_flags import add_draft_model_flag, add_engine_flags
-from nanovllm_server.flag_types import positive_number
+from nanovllm_server.flag_types import HelpFormatter, positive_number
 
 API_KEY_VARIABLE = "NANOVLLM_API_KEY"
 DEFAULT_URL = "http://127.0.0.1:8000/v1"
@@ -35,22 +35,15 @@ UNSHARED_ENGINE_SETTINGS = (
 )
 
 
-class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows the default of a flag, unless the default is None or empty."""
-
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        return action.help if action.default in (None, [None], [], "") else super()._get_help_string(action)
-
-
 def build_parser() -> argparse.ArgumentParser:
     """Builds the parser of all commands."""
     parser = argparse.ArgumentParser(prog="nanovllm-bench", description="Measure the engine, a server or the kernels.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def add_command(name: str, summary: str) -> argparse.ArgumentParser:
-        return commands.add_parser(name, formatter_class=_HelpFormatter, help=summary, description=summary)
+        return commands.add_parser(name, formatter_class=HelpFormatter, help=summary, description=summary)
 
-    throughput = add_command("throughput", "tokens per second of a batch of requests; default: nano-vllm's benchmark")
+    throughput = add_command("throughput", "tokens per second of a batch of requests")
     _add_workload_flags(throughput, THROUGHPUT_DEFAULT_LENGTHS, "; above 0, prefix caching is on")
     _add_offline_flags(throughput, temperature=0.6)
 
