@@ -83,7 +83,7 @@ def test_invalid_flags_are_refused(arguments, capsys):
 def test_error_about_missing_packages_names_what_to_install(arguments, monkeypatch, capsys):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert bench_cli.main(arguments) == 1
-    expected = "nanovllm-bench: matplotlib, tqdm not found: pip install 'nanovllm-server[bench]'\n"
+    expected = "nanovllm-bench: matplotlib, tqdm not found: install the extra 'bench' of nanovllm-server\n"
     assert capsys.readouterr().err == expected
 
 

@@ -57,7 +57,7 @@ def _run_command(flags: argparse.Namespace) -> int:
     try:
         missing_modules = [name for name in EXTRA_MODULES if importlib.util.find_spec(name) is None]
         if missing_modules:
-            raise BenchError(f"{', '.join(missing_modules)} not found: pip install 'nanovllm-server[bench]'")
+            raise BenchError(f"{', '.join(missing_modules)} not found: install the extra 'bench' of nanovllm-server")
         run_by_command.get(flags.command, _run_offline)(flags)
     except BenchError as error:
         sys.stderr.write(f"nanovllm-bench: {error}\n")
