@@ -271,7 +271,10 @@ def test_failed_peer_shows_the_end_of_its_stderr(run_bench, capsys):
     status, result = run_bench("prefill", "--input-len", "8", "--peer", "vllm")
     assert (status, result) == (1, None)
     error = capsys.readouterr().err
-    assert error.startswith("nanovllm-bench: vllm failed (status 1); the end of its stderr:\n")
+    assert error.startswith(
+        f"nanovllm-bench: vllm failed with status 1 in {sys.executable}, which --peer-python can replace. "
+        "The end of its stderr:\n"
+    )
     assert error.endswith("ModuleNotFoundError: No module named 'vllm'\n")
 
 
@@ -285,9 +288,9 @@ def test_peer_that_ends_early_is_a_failure(run_bench, fake_vllm, tmp_path, capsy
     )
     status, _ = run_bench("throughput", "--num-requests", "2", "--input-len", "5", "--output-len", "9", *fake_vllm[0])
     assert status == 1
-    assert capsys.readouterr().err.endswith(
-        f"vllm failed (status 0); the end of its stderr:\nINFO: loading {tmp_path / 'tiny'}\ngone\n"
-    )
+    error = capsys.readouterr().err
+    assert "vllm failed with status 0 in " in error
+    assert error.endswith(f"The end of its stderr:\nINFO: loading {tmp_path / 'tiny'}\ngone\n")
 
 
 def test_child_processes_of_a_failed_peer_are_killed(run_bench, fake_vllm, tmp_path, capsys):

@@ -144,7 +144,10 @@ def run_peer(peer: Peer, job: PeerJob) -> PeerResult:
         if status != 0 or len(lines) != 1 + len(job.cases) * job.repeat:
             stderr.seek(0)
             last_lines = "\n".join(stderr.read().decode(errors="replace").splitlines()[-MAX_STDERR_LINES:])
-            raise BenchError(f"{peer.name} failed (status {status}); the end of its stderr:\n{last_lines}")
+            raise BenchError(
+                f"{peer.name} failed with status {status} in {peer.python}, which --peer-python can replace. "
+                f"The end of its stderr:\n{last_lines}"
+            )
     runs = [RunTiming(**line) for line in lines[1:]]
     timings = [runs[start : start + job.repeat] for start in range(0, len(runs), job.repeat)]
     return PeerResult(peer.name, lines[0]["version"], timings)
