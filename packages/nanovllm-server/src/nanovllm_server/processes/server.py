@@ -153,7 +153,9 @@ def bind(host: str, port: int, num_sockets: int) -> list[socket.socket]:
     except OSError as error:
         for listener in listeners:
             listener.close()
-        raise SettingsError(f"can't listen on {host} port {port}: {error.strerror}") from error
+        raise SettingsError(
+            f"can't listen on {host} port {port}: {error.strerror}; pass another --port or --host"
+        ) from error
     return listeners
 
 
@@ -268,7 +270,9 @@ async def _serve(
         for listener in listeners:
             listener.listen(BACKLOG)
     except OSError as error:
-        raise SettingsError(f"can't listen on {host} port {port}: {error.strerror}") from error
+        raise SettingsError(
+            f"can't listen on {host} port {port}: {error.strerror}; pass another --port or --host"
+        ) from error
     workers.open()
     if processes.prefill_engine is not None:
         processes.prefill_engine.keep_running()
