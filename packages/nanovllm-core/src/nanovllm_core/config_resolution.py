@@ -116,7 +116,7 @@ def _check_offload(config: EngineConfig) -> None:
     _require(0 <= num_gib < float("inf"), "kv_offload_gib", num_gib, "at least 0")
     _require(0 < disk_gib < float("inf"), "kv_offload_disk_gib", disk_gib, "above 0")
     _require(config.prefix_caching or not num_gib, "kv_offload_gib", num_gib, "0 without prefix_caching")
-    _require(num_gib > 0 or directory is None, "kv_offload_dir", directory, "None without kv_offload_gib")
+    _require(num_gib > 0 or directory is None, "kv_offload_dir", directory, "left out if kv_offload_gib is 0")
 
 
 def _check_transfer(config: EngineConfig) -> None:
@@ -153,7 +153,7 @@ def _check_speculation(config: EngineConfig) -> None:
     num_drafts = config.num_speculative_tokens
     _require(1 <= num_drafts <= MAX_DRAFTS, "num_speculative_tokens", num_drafts, f"1..{MAX_DRAFTS}")
     if (length := config.acceptance_length) is not None:
-        _require(config.speculate is not None, "acceptance_length", length, "None without speculate")
+        _require(config.speculate is not None, "acceptance_length", length, "left out without speculate")
         _require(1 <= length <= 1 + num_drafts, "acceptance_length", length, f"1..{1 + num_drafts} (1 + drafts)")
     if config.speculate is not None and config.dp_attention:
         raise ConfigError("speculate does not support dp_attention yet: leave out one of these settings")

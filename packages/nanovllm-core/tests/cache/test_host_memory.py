@@ -97,7 +97,7 @@ def test_memory_that_one_rank_can_not_use_is_never_ready():
     [
         ({"kv_offload_gib": -1.0}, "kv_offload_gib is -1.0, but must be at least 0"),
         ({"prefix_caching": False}, "kv_offload_gib is 0.001, but must be 0 without prefix_caching"),
-        ({"kv_offload_gib": 0.0, "kv_offload_dir": "d"}, "kv_offload_dir is d, but must be None without"),
+        ({"kv_offload_gib": 0.0, "kv_offload_dir": "d"}, "kv_offload_dir is d, but must be left out if kv_offload"),
         ({"kv_offload_disk_gib": 0.0}, "kv_offload_disk_gib is 0.0, but must be above 0"),
     ],
 )

@@ -47,7 +47,7 @@ async def test_first_drafts_are_kept_with_the_probability_of_the_acceptance_leng
 
 def test_acceptance_length_without_drafts_or_beyond_them_is_refused():
     for settings, reason in (
-        ({}, "must be None without speculate"),
+        ({}, "must be left out without speculate"),
         ({"speculate": "ngram", "num_speculative_tokens": 2}, r"must be 1\.\.3"),
     ):
         with pytest.raises(ConfigError, match=f"acceptance_length is 3.5, but {reason}"):
