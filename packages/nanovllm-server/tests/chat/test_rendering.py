@@ -113,6 +113,15 @@ async def test_call_arguments_are_passed_as_the_template_expects(write_call, exp
     renderer.close()
 
 
+@pytest.mark.parametrize("arguments", ["", " \n", "null", " null\n"])
+@pytest.mark.parametrize(("write_call", "expected"), [(write_items, ""), (write_json, "{}"), (write_text, "{}")])
+async def test_call_without_arguments_has_an_empty_object(write_call, expected, arguments):
+    message = Message(role="assistant", content="", tool_calls=(PastToolCall("1", "f", arguments),))
+    renderer = Renderer(CallTokenizer(write_call))
+    assert (await renderer.render([message])).text == f";[f {expected}]"
+    renderer.close()
+
+
 class SingleCallTokenizer(CallTokenizer):
     """Has a template that refuses messages with several calls, or writes only the first call."""
 
@@ -174,7 +183,7 @@ async def test_incomplete_call_is_passed_as_text():
     renderer.close()
 
 
-@pytest.mark.parametrize("arguments", ['{"x', "[]", "null", '{"a":' + "[" * 300 + "]" * 300 + "}"])
+@pytest.mark.parametrize("arguments", ['{"x', "[]", "1", '{"a":' + "[" * 300 + "]" * 300 + "}"])
 async def test_template_that_needs_objects_gets_no_other_arguments(arguments):
     calls = [
         {"id": str(index), "type": "function", "function": {"name": "f", "arguments": text}}

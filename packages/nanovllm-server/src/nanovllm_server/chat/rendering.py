@@ -287,8 +287,8 @@ class Renderer:
 
 
 def _to_template_call(call: PastToolCall, *, as_text: bool) -> dict[str, Any]:
-    # Some clients send "" for a call without arguments.
-    arguments: Any = call.arguments or "{}"
+    # Clients also send "", whitespace and "null" for a call without arguments.
+    arguments: Any = "{}" if call.arguments.strip() in ("", "null") else call.arguments
     if not as_text:
         arguments = _decode_arguments(arguments)
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
