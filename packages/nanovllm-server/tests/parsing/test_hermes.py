@@ -56,6 +56,24 @@ CASES = {
     "parameters for arguments": ('<tool_call>{"name": "ping", "parameters": {}}</tool_call>', "", "", [("ping", "{}")]),
     "no arguments": ('<tool_call>{"name": "ping"}</tool_call>', "", "", [("ping", "{}")]),
     "null for arguments": ('<tool_call>{"name": "ping", "arguments": null}</tool_call>', "", "", [("ping", "{}")]),
+    "an empty string for arguments": (
+        '<tool_call>{"name": "ping", "arguments": ""}</tool_call>',
+        "",
+        "",
+        [("ping", "{}")],
+    ),
+    "null as a string for arguments": (
+        r'<tool_call>{"arguments": " null\n", "name": "ping"}</tool_call>',
+        "",
+        "",
+        [("ping", "{}")],
+    ),
+    "a string of text for arguments": (
+        '<tool_call>{"name": "ping", "arguments": "now"}</tool_call>',
+        "",
+        '<tool_call>{"name": "ping", "arguments": "now"}</tool_call>',
+        [],
+    ),
     "arguments as a string": (
         r'<tool_call>{"name": "ping", "arguments": "{\"a\": \"\\n\"}"}</tool_call>',
         "",

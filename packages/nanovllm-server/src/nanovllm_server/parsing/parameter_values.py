@@ -14,15 +14,18 @@ PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 def to_object_json(value: str | None) -> str | None:
     """Converts the arguments of a call to the JSON text of an object.
 
-    value: JSON text of an object, of a string that contains an object's JSON text, or of null, which becomes {}.
+    value: JSON text of an object, or of null, which becomes {}; or of a string that contains such a text or only
+        whitespace, which becomes {}.
     Returns None for any other value.
     """
-    if value is None or value == "null":
-        return value and "{}"
-    if value.startswith('"'):
-        text = _loads_or_none(value)
-        return text if isinstance(text, str) and isinstance(_loads_or_none(text), dict) else None
-    return value if value.startswith("{") else None
+    if value is None or value.startswith("{"):
+        return value
+    text = _loads_or_none(value) if value.startswith('"') else value
+    if not isinstance(text, str):
+        return None
+    if text.strip() in ("", "null"):
+        return "{}"
+    return text if isinstance(_loads_or_none(text), dict) else None
 
 
 def to_parameter_json(value: str, schema: JSON, key: str) -> str:
