@@ -40,6 +40,7 @@ _ELEMENTS = {
     "begin": "<p n=",
     "key_end": ">",
     "end": "</p>",
+    "tags": ["</p>", "<p n="],
     "wraps_values_in_line_breaks": False,
     "json_schema": OBJECT,
 }

@@ -76,7 +76,7 @@ def test_arguments_of_calls_are_valid(draw_answers, name, choice, state):
     tool_choice = NAMED_TOOL_CHOICE if choice == "named" else choice
     num_finished = 0
     for answer in draw_answers(
-        ChatFormat(reasoning, form), prompt, count=10, goals=goals(form), tools=TOOLS, tool_choice=tool_choice
+        ChatFormat(reasoning, form), prompt, count=10, seed=1, goals=goals(form), tools=TOOLS, tool_choice=tool_choice
     ):
         if not answer.finished:
             continue
@@ -88,6 +88,24 @@ def test_arguments_of_calls_are_valid(draw_answers, name, choice, state):
         if choice == "named":
             assert [name for name, _ in answer.calls] == ["look"]
     assert num_finished
+
+
+@pytest.mark.parametrize(
+    "form", [form for form in TOOL_CALL_FORMATS.values() if isinstance(form, XmlCalls)], ids=lambda form: form.name
+)
+def test_no_value_contains_another_call(draw_answers, form):
+    """The parser would end the value at the other call."""
+    properties = {"a": {"type": "string"}, "b": {"type": "string"}}
+    schema = {"type": "object", "properties": properties, "required": ["a", "b"]}
+    tool = {"type": "function", "function": {"name": "ping", "parameters": schema}}
+    choice = {"type": "function", "function": {"name": "ping"}}
+    next_call = f"{form.call_end}{form.end}{form.begin}{form.call_begin}ping{form.name_end}"
+    goal_texts = (next_call, f"\n{form.parameter_end}", form.parameter_end)
+    answers = draw_answers(ChatFormat(None, form), count=20, goals=goal_texts, tools=[tool], tool_choice=choice)
+    finished = [answer for answer in answers if answer.finished]
+    assert any(form.call_end in arguments["a"] for answer in finished for arguments in answer.arguments())
+    for answer in finished:
+        assert [arguments.keys() for arguments in answer.arguments()] == [properties.keys()]
 
 
 @pytest.mark.parametrize("name", TOOL_CALL_FORMATS)

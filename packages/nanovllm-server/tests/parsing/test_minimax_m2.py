@@ -87,6 +87,12 @@ CASES = {
         "",
         [("get_weather", '{"city": "Rome"}')],
     ),
+    "a forgotten end of the last value, then another call": (
+        block('<invoke name="get_weather">\n<parameter name="city">Paris\n</invoke>\n' + WEATHER + PING),
+        "",
+        "",
+        [CALLED, CALLED, PINGED],
+    ),
     "an unknown function": (block('<invoke name="no"></invoke>'), "", "", [("no", "{}")]),
     "no block": (f"Now: {WEATHER}ok", "", "Now:\nok", [CALLED]),
     "no block and no such function": ('<invoke name="no"></invoke>', "", '<invoke name="no"></invoke>', []),

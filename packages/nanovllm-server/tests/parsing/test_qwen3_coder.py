@@ -83,6 +83,42 @@ CASES = {
         [("get_weather", '{"city": "Paris"', "cut")],
     ),
     "a forgotten end of the last value": (f"{CALL}\n{UNCLOSED_CALL}\n", "", "", [CALLED, CALLED]),
+    "a forgotten end of the last value, then another call": (
+        f"{UNCLOSED_CALL}\n{CALL}\nDone.",
+        "",
+        "Done.",
+        [CALLED, CALLED],
+    ),
+    "a forgotten end of the last value, then a call without parameters": (
+        f"{UNCLOSED_CALL}\n{PING}",
+        "",
+        "",
+        [CALLED, ("ping", "{}")],
+    ),
+    "a forgotten end of the last value, then a call in the same pair of tags": (
+        UNCLOSED_CALL.replace("</tool_call>", "<function=ping></function>\n</tool_call>"),
+        "",
+        "",
+        [CALLED, ("ping", "{}")],
+    ),
+    "forgotten ends of the last values of several calls": (
+        f"{UNCLOSED_CALL}{UNCLOSED_CALL}{UNCLOSED_CALL}",
+        "",
+        "",
+        [CALLED, CALLED, CALLED],
+    ),
+    "a forgotten end of the last value, then a call that is cut off": (
+        f"{UNCLOSED_CALL}\n{CALL[:60]}",
+        "",
+        "",
+        [CALLED, ("get_weather", "", "cut")],
+    ),
+    "a string of tags and a call of another function": (
+        search_call_text("query", "</function>\n</tool_call>\n<tool_call>\n<function=no>"),
+        "",
+        "",
+        [("search", r'{"query": "</function>\n</tool_call>\n<tool_call>\n<function=no>"}')],
+    ),
     "a forgotten end of the last value, then cut off": (UNCLOSED_CALL.removesuffix("call>"), "", "", [CALLED]),
     "a string with the tag of its own parameter": (
         search_call_text("query", "<parameter=query>"),

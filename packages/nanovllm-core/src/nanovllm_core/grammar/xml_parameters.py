@@ -1,7 +1,7 @@
 """Translates the format "xml_parameters", which xgrammar lacks, to formats that xgrammar has.
 
 The format writes each property of an object as an XML element: strings without quotation marks, other values as JSON.
-No value may contain a begin tag or an end tag, because parsers end a value at either tag.
+No value may contain a tag at which parsers may end the value.
 """
 
 from collections.abc import Sequence
@@ -41,6 +41,7 @@ class XmlParameters(msgspec.Struct, frozen=True, tag_field="type", tag="xml_para
     """A format that writes the properties of an object as elements, in the order of the schema.
 
     An element is `begin`, the property's name, `key_end`, the value, `end` and a line break.
+    tags: texts that no value may contain.
     wraps_values_in_line_breaks: a line break precedes and follows the value.
     json_schema: schema of the object; None: properties may have any names, and any text as values.
     place: the schema's place in error messages; None for the JSON pointer to the schema in the structural tag.
@@ -49,14 +50,10 @@ class XmlParameters(msgspec.Struct, frozen=True, tag_field="type", tag="xml_para
     begin: str
     key_end: str
     end: str
+    tags: tuple[str, ...]
     wraps_values_in_line_breaks: bool
     json_schema: Any = None
     place: str | None = None
-
-    @property
-    def tags(self) -> tuple[str, str]:
-        """The tags that no value may contain."""
-        return self.end, self.begin
 
     def element(self, key: TagFormat, value: TagFormat) -> TagFormat:
         """The format of one element."""

@@ -117,6 +117,8 @@ def _xml_call(call_format: XmlCalls, functions: Sequence[Function]) -> TagFormat
             begin=call_format.parameter_begin,
             key_end=call_format.key_end,
             end=call_format.parameter_end,
+            # If no end tag follows, the parser ends a value before the next parameter and before the next call.
+            tags=(call_format.parameter_end, call_format.parameter_begin, call_format.call_begin),
             wraps_values_in_line_breaks=call_format.wraps_values_in_line_breaks,
             json_schema=function.enforced_schema,
             place=function.path,

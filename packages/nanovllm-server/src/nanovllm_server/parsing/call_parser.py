@@ -259,25 +259,42 @@ class XmlReader(CallReader[XmlCalls]):
         """Reads a value and its closing tag. Returns (value, next_key); None if the answer ends within the value.
 
         missing_keys: parameters of the function that the call does not have yet.
-        next_key: name of the next parameter if this parameter begins before the closing tag; `call_end` if the call and
-            the answer end before the closing tag; else None.
+        next_key: name of the next parameter if this parameter begins before the closing tag; `call_end` if the call
+            ends before the closing tag; else None.
         """
         source, call_format = self.source, self.call_format
+        tags = (call_format.parameter_end, call_format.parameter_begin, call_format.call_end)
         value: list[str] = []
-        while True:
-            tag = yield from source.read_until((call_format.parameter_end, call_format.parameter_begin), value.append)
-            if tag is None:
-                text, call_end, rest = "".join(value).partition(call_format.call_end)
-                ends_call = call_end and call_format.end.startswith(rest.strip(WHITESPACE))
-                return (self._trim_unclosed_value(text), call_end) if ends_call else None
+        while (tag := (yield from source.read_until(tags, value.append))) is not None:
             source.start_recording()
             yield from source.read_literal(tag)
             if tag == call_format.parameter_end:
                 return "".join(value), None
-            next_key = yield from source.read_name(call_format.key_end)
-            if next_key is not None and next_key.strip() in missing_keys:
-                return self._trim_unclosed_value("".join(value)), next_key
+            if tag == call_format.call_end:
+                if (yield from self._read_to_next_call()):
+                    source.unread(source.stop_recording().removeprefix(tag))
+                    return self._trim_unclosed_value("".join(value)), tag
+            else:
+                next_key = yield from source.read_name(call_format.key_end)
+                if next_key is not None and next_key.strip() in missing_keys:
+                    return self._trim_unclosed_value("".join(value)), next_key
             value.append(source.stop_recording())
+        return None
+
+    def _read_to_next_call(self) -> ReadGenerator[bool]:
+        """Reads the tags after a call. Returns whether the answer ends, or another call of a known function begins."""
+        source, call_format = self.source, self.call_format
+        yield from source.skip_whitespace()
+        yield from self._read_closing_tag(call_format.end)
+        yield from source.skip_whitespace()
+        if not (yield from source.peek()):
+            return True
+        yield from source.read_literal(call_format.begin)
+        yield from source.skip_whitespace()
+        if not (yield from source.read_literal(call_format.call_begin)):
+            return False
+        name = yield from source.read_name(call_format.name_end)
+        return name is not None and name.strip() in self.schemas
 
     def _trim_unclosed_value(self, value: str) -> str:
         return value if self.call_format.wraps_values_in_line_breaks else value.rstrip(WHITESPACE)

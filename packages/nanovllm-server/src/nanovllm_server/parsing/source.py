@@ -64,6 +64,11 @@ class Source:
         self._text = self._text[self._position :] + piece
         self._position = 0
 
+    def unread(self, text: str) -> None:
+        """Puts back `text`, which has just been read."""
+        self._text = text + self._text[self._position :]
+        self._position = 0
+
     def end(self) -> None:
         """Marks the end of the text."""
         self._has_ended = True
