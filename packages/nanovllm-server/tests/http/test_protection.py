@@ -151,6 +151,7 @@ async def test_timeout_before_the_first_token_is_a_504(post, engine, service, st
     service.request_timeout_s = None if limited_by == "request" else 0.1
     response = await post(stream=stream, **fields)
     assert response.status_code == 504
+    assert response.headers["x-should-retry"] == "false"
     error = (await response.get_json())["error"]
     assert (error["code"], error["type"]) == ("deadline_exceeded", "timeout_error")
     assert "0.1 s" in error["message"]

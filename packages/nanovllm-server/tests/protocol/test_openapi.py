@@ -44,6 +44,13 @@ def test_document_has_exactly_the_routes_of_the_app(openapi_document, app):
     assert described == {(path, method) for path, method in routes if method in METHODS}
 
 
+def test_headers_of_responses_are_documented(openapi_document):
+    responses = openapi_document["paths"]["/v1/chat/completions"]["post"]["responses"]
+    assert all("X-Request-Id" in response["headers"] for response in responses.values())
+    for header, statuses in {"Retry-After": {"429", "503"}, "X-Should-Retry": {"504"}}.items():
+        assert {status for status, response in responses.items() if header in response["headers"]} == statuses
+
+
 def test_every_reference_resolves(openapi_document):
     def follow(value):
         match value:

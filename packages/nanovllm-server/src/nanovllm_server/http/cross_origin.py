@@ -13,7 +13,7 @@ PREFLIGHT_AGE_S = 600
 # Request headers that pages may send if the preflight request names no headers.
 DEFAULT_ALLOWED_HEADERS = "Authorization, Content-Type"
 # Response headers that pages may read.
-EXPOSED_HEADERS = "Retry-After, X-Request-Id"
+EXPOSED_HEADERS = "Retry-After, X-Request-Id, X-Should-Retry"
 
 
 class CrossOriginPolicy:

@@ -88,7 +88,9 @@ def unavailable(message: str, code: str) -> ApiError:
 def timed_out(seconds: float) -> ApiError:
     """Returns a 504: the answer took longer than `seconds`."""
     message = f"the answer took longer than its limit of {seconds:g} s: raise the limit, or ask for fewer tokens"
-    return ApiError(504, message, error_type="timeout_error", code="deadline_exceeded")
+    # OpenAI's SDKs repeat a request after a 5xx, unless this header forbids it. A repeated request would take as long.
+    headers = {"X-Should-Retry": "false"}
+    return ApiError(504, message, error_type="timeout_error", code="deadline_exceeded", headers=headers)
 
 
 def internal_error(request_id: str) -> ApiError:

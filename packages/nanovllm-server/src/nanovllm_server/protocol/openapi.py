@@ -144,6 +144,13 @@ ERROR_DESCRIPTIONS = {
     503: "The server is draining, the engine is dead, or the memory for large request bodies is full.",
     504: "The answer took longer than the limit of the request or of the server.",
 }
+RETRY_AFTER: dict[str, JSON] = {"Retry-After": {"description": "Seconds to wait.", "schema": {"type": "integer"}}}
+# Headers of error responses, beside X-Request-Id.
+ERROR_HEADERS: dict[int, dict[str, JSON]] = {
+    429: RETRY_AFTER,
+    503: RETRY_AFTER,
+    504: {"X-Should-Retry": {"description": "Tells OpenAI's SDKs not to retry.", "schema": {"const": "false"}}},
+}
 
 
 def openapi_document(
@@ -263,22 +270,18 @@ def _describe_get(name: str, summary: str, content_type: str, schema: Schema | N
 def _error_responses(*statuses: int) -> dict[str, JSON]:
     responses: dict[str, JSON] = {}
     for status in sorted({403, *statuses}):
-        response = _json_response(ERROR_DESCRIPTIONS[status], "Error")
-        if status in (429, 503):
-            header: JSON = {"description": "Seconds to wait.", "schema": {"type": "integer"}}
-            response["headers"] = {"Retry-After": header}
-        responses[str(status)] = response
+        responses[str(status)] = _json_response(ERROR_DESCRIPTIONS[status], "Error", ERROR_HEADERS.get(status))
     return responses
 
 
-def _response(description: str, content: dict[str, JSON]) -> dict[str, JSON]:
+def _response(description: str, content: dict[str, JSON], headers: dict[str, JSON] | None = None) -> dict[str, JSON]:
     text = "The id of the request: the client's own, or a generated one."
     header: JSON = {"description": text, "schema": {"type": "string"}}
-    return {"description": description, "headers": {"X-Request-Id": header}, "content": content}
+    return {"description": description, "headers": {"X-Request-Id": header, **(headers or {})}, "content": content}
 
 
-def _json_response(description: str, schema: str) -> dict[str, JSON]:
-    return _response(description, {"application/json": {"schema": _ref(schema)}})
+def _json_response(description: str, schema: str, headers: dict[str, JSON] | None = None) -> dict[str, JSON]:
+    return _response(description, {"application/json": {"schema": _ref(schema)}}, headers)
 
 
 def _ref(name: str) -> dict[str, JSON]:
