@@ -88,6 +88,13 @@ async def test_format_is_detected_from_the_template(model):
     assert ("The weather." in (await renderer.render([QUESTION], [TOOL])).text) == shows_tools
 
 
+async def test_several_system_messages_are_rendered(model):
+    _, _, renderer = model
+    contents = ("Be brief.", "Be polite.")
+    prompt = (await renderer.render([*(Message(role="system", content=text) for text in contents), QUESTION])).text
+    assert [prompt.count(text) for text in contents] == [1, 1]
+
+
 async def test_rendered_earlier_call_is_readable_by_the_parser(model, tokenizer_backend):
     name, template, renderer = model
     model_format = ModelFormat(detect_chat_format(None, template), TextVocabulary(tokenizer_backend))

@@ -57,6 +57,42 @@ async def test_developer_becomes_system_unless_the_template_supports_it(template
     renderer.close()
 
 
+class SystemPromptTokenizer(TemplateTokenizer):
+    """Has a template that writes the system messages that `select` returns, before the other messages."""
+
+    def __init__(self, select):
+        super().__init__(lambda role, content: f"<{role}>{content}")
+        self._select = select
+
+    def render_chat(self, messages, **fields):
+        system_messages = [message for message in messages if message["role"] == "system"]
+        other_messages = [message for message in messages if message["role"] != "system"]
+        return super().render_chat([*self._select(system_messages), *other_messages], **fields)
+
+
+def refuse_several(messages):
+    if len(messages) > 1:
+        raise TemplateError("The system message must be the first message.")
+    return messages
+
+
+@pytest.mark.parametrize(
+    ("select", "expected"),
+    [
+        (lambda messages: messages[:1], "<system>a\n\nb<user>hi"),
+        (lambda messages: messages[-1:], "<system>a\n\nb<user>hi"),
+        (refuse_several, "<system>a\n\nb<user>hi"),
+        (list, "<system>a<system>b<user>hi"),
+    ],
+    ids=["first", "last", "one", "all"],
+)
+async def test_first_system_messages_are_joined_if_the_template_writes_one(select, expected):
+    renderer = Renderer(SystemPromptTokenizer(select))
+    messages = [Message(role=role, content=content) for role, content in (("system", "a"), ("developer", "b"))]
+    assert (await renderer.render([*messages, Message(role="user", content="hi")])).text == expected
+    renderer.close()
+
+
 CONVERSATION_WITH_CALLS = (
     Message(role="user", content="hi"),
     Message(

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from nanovllm_models import Tokenizer
 from nanovllm_models.chat_formats import ReasoningFormat, ToolCallFormat
 from nanovllm_models.errors import TemplateError, TemplateValueError
 from nanovllm_server.chat.parallel_calls import split_parallel_calls
-from nanovllm_server.chat.tool_prompt import write_past_calls_as_text, write_tools_as_text
+from nanovllm_server.chat.tool_prompt import TemplateMessage, write_past_calls_as_text, write_tools_as_text
 from nanovllm_server.protocol.body import MAX_VALUES, has_too_many_values
 from nanovllm_server.protocol.error import ApiError, bad_field, prediction_too_long, prompt_too_long
 from nanovllm_server.protocol.field_reader import exceeds_depth
@@ -83,6 +84,7 @@ class Renderer:
         tokenizer.render_chat([{"role": "user", "content": "hi"}])
         self._developer_role = "developer" if self._supports_developer_role() else "system"
         self._call_support = self._test_call_support()
+        self._shows_system_messages = self._can_show_system_messages()
         self._shows_tools = self._can_show_tools()
         self._pool = ThreadPoolExecutor(NUM_THREADS, "nanovllm-render")
         self._large_prompt_pool = ThreadPoolExecutor(1, "nanovllm-render-large")
@@ -153,6 +155,11 @@ class Renderer:
         rendered = self._try_render({"role": "user", "content": "."}, tools=[tool])
         return rendered is not None and "any_tool" in rendered
 
+    def _can_show_system_messages(self) -> bool:
+        system_message = {"role": "system", "content": "any_text"}
+        rendered = self._try_render(system_message, system_message, {"role": "user", "content": "."})
+        return rendered is not None and rendered.count("any_text") == 2
+
     def _test_call_support(self) -> CallSupport:
         prompt_with_text, prompt_with_object = (self._try_render_calls(1, as_text=as_text) for as_text in (True, False))
         shows_text, shows_object = (
@@ -220,6 +227,8 @@ class Renderer:
 
     def _render_text(self, messages: Sequence[Message], tools: ToolDefinitions | None, options: TemplateOptions) -> str:
         template_messages = [self._to_template_message(message) for message in messages]
+        if not self._shows_system_messages:
+            template_messages = _join_first_system_messages(template_messages)
         if self._call_format is not None and not self._call_support.shows_calls:
             template_messages = write_past_calls_as_text(template_messages, self._call_format)
         if self._call_support.shows_calls and not self._call_support.shows_parallel_calls:
@@ -284,6 +293,14 @@ class Renderer:
             expected = f"a JSON object as text, with at most {MAX_ARGUMENT_DEPTH} levels and {MAX_VALUES} values"
             raise bad_field(call.arguments_path, expected, call.arguments)
         return template_call
+
+
+def _join_first_system_messages(messages: list[TemplateMessage]) -> list[TemplateMessage]:
+    """Joins several system messages at the beginning, for templates that refuse them or write only one of them."""
+    contents = [message["content"] for message in takewhile(lambda message: message["role"] == "system", messages)]
+    if len(contents) < 2:
+        return messages
+    return [{**messages[0], "content": "\n\n".join(contents)}, *messages[len(contents) :]]
 
 
 def _to_template_call(call: PastToolCall, *, as_text: bool) -> dict[str, Any]:
