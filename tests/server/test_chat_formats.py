@@ -1,5 +1,6 @@
 import openai
 import pytest
+from messages import TEMPLATE_OMITS_CONTENT
 
 pytestmark = pytest.mark.slow
 
@@ -11,6 +12,10 @@ TEMPLATE = (
     "{% for message in messages %}{{ message.content }}\n{% endfor %}{{ tools | tojson }}"
     "{% if enable_thinking is not defined or enable_thinking %}<think>\n{% endif %}{# </think> #}"
 )
+
+
+# This template leaves out the content of messages with calls.
+SHORT_TEMPLATE = "{% for message in messages if not message.tool_calls %}{{ message.content }}\n{% endfor %}"
 
 
 async def test_the_template_and_the_flags_decide_the_chat_format(run_server, tiny_model, tmp_path):
@@ -38,3 +43,10 @@ async def test_the_template_and_the_flags_decide_the_chat_format(run_server, tin
             assert answer.choices[0].message.content
             with pytest.raises(openai.BadRequestError, match="tool-call-parser"):
                 await sdk.chat.completions.create(**FIELDS, tools=TOOLS)
+
+
+async def test_log_warns_of_content_that_the_template_leaves_out(run_server, tiny_model):
+    with run_server(tiny_model, *FLAGS, "--chat-template", SHORT_TEMPLATE, "--http-workers", "2") as server:
+        pass
+    (warning,) = [line for line in server.errors if TEMPLATE_OMITS_CONTENT in line]
+    assert "messages with tool_calls" in warning

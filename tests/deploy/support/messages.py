@@ -7,3 +7,4 @@ NO_DEFAULT_MODEL = "no model was named and the package with the default model is
 WORKER_HANGS = "HTTP worker does not respond"
 WORKER_DIED = "HTTP worker died"
 WORKER_IS_NOT_REPLACED = "an HTTP worker can't be replaced"
+TEMPLATE_OMITS_CONTENT = "chat template leaves out content"

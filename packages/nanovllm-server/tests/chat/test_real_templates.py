@@ -42,6 +42,15 @@ MODELS = {
     "llama-3.1-instruct": (None, "llama", False, True),
     "llama-3.3-instruct": (None, "llama", False, True),
 }
+# By model: words that identify the messages whose content the template leaves out.
+OMITTED_CONTENT = {
+    "MiniMax-M2": "system",
+    "MiniMax-M2.5": "system",
+    "deepseek-r1": "system",
+    "deepseek-r1-distill-llama": "system",
+    "llama-3.1-instruct": "tool_calls",
+    "llama-3.3-instruct": "tool_calls",
+}
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
 TOOL = {"type": "function", "function": {"name": "get_weather", "description": "The weather.", "parameters": SCHEMA}}
 ARGUMENTS = {"city": 'Zürich <b> "x"', "days": 3}
@@ -93,6 +102,13 @@ async def test_several_system_messages_are_rendered(model):
     contents = ("Be brief.", "Be polite.")
     prompt = (await renderer.render([*(Message(role="system", content=text) for text in contents), QUESTION])).text
     assert [prompt.count(text) for text in contents] == [1, 1]
+
+
+def test_omitted_content_is_found(model):
+    name, _, renderer = model
+    omitted = renderer.find_omitted_content()
+    assert len(omitted) == (name in OMITTED_CONTENT)
+    assert all(OMITTED_CONTENT[name] in messages for messages in omitted)
 
 
 async def test_rendered_earlier_call_is_readable_by_the_parser(model, tokenizer_backend):

@@ -93,6 +93,21 @@ async def test_first_system_messages_are_joined_if_the_template_writes_one(selec
     renderer.close()
 
 
+@pytest.mark.parametrize(
+    ("select", "omitted"),
+    [
+        (list, []),
+        (refuse_several, []),
+        (lambda messages: messages[:1], ["all but one system message, if other messages separate them"]),
+    ],
+    ids=["all", "one", "first"],
+)
+def test_omitted_system_messages_are_found(select, omitted):
+    renderer = Renderer(SystemPromptTokenizer(select), HERMES)
+    assert renderer.find_omitted_content() == omitted
+    renderer.close()
+
+
 CONVERSATION_WITH_CALLS = (
     Message(role="user", content="hi"),
     Message(

@@ -125,6 +125,19 @@ class Renderer:
         pool = self._choose_pool(len(prompt.text))
         return await asyncio.get_running_loop().run_in_executor(pool, self._encode, prompt.text + text)
 
+    def find_omitted_content(self) -> list[str]:
+        """Returns names of messages whose content the template leaves out of the prompt without an error."""
+        question = Message(role="user", content=".")
+        system_message = Message(role="system", content="any_text")
+        call = PastToolCall("call_0", "f", "{}")
+        call_message = Message(role="assistant", content="any_text", tool_calls=(call,))
+        result = Message(role="tool", content=".", tool_call_id=call.id)
+        conversations = {
+            "all but one system message, if other messages separate them": (system_message, question) * 2,
+            "assistant's messages with tool_calls": (question, call_message, result),
+        }
+        return [name for name, messages in conversations.items() if self._omits_content(messages)]
+
     def close(self) -> None:
         """Ends the threads after their current work."""
         for pool in (self._pool, self._large_prompt_pool):
@@ -183,6 +196,14 @@ class Renderer:
             {"role": "assistant", "content": "", "tool_calls": calls},
             *({"role": "tool", "content": ".", "tool_call_id": call["id"]} for call in calls),
         )
+
+    def _omits_content(self, messages: Sequence[Message]) -> bool:
+        """Whether the prompt lacks a message with the content "any_text". False if the template refuses messages."""
+        num_messages = sum(message.content == "any_text" for message in messages)
+        try:
+            return self._render_text(messages, None, DEFAULT_OPTIONS).count("any_text") < num_messages
+        except ApiError:
+            return False
 
     def _render(
         self,

@@ -113,6 +113,8 @@ async def _start(arguments: WorkerArguments) -> Service:
         chat_format = select_chat_format(arguments, tokenizer.chat_template)
         model_format = ModelFormat(chat_format, vocabulary)
         renderer = Renderer(tokenizer, chat_format.tool_calls, chat_format.reasoning)
+        if arguments.index == 0 and (messages := renderer.find_omitted_content()):
+            get_logger("nanovllm").warning("chat template leaves out content", messages=messages)
         engine: Engine = await connect_task
     except BaseException:
         connect_task.cancel()
