@@ -158,6 +158,23 @@ def test_schema_accepts_all_values_that_the_reader_accepts(openapi_document, val
     assert refused_by_schema == []
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"response_format": {"type": "text"}},
+        {"response_format": {"type": "json_object"}},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}},
+        {"response_format": {"type": "structural_tag", "format": {"type": "const_string", "value": "a"}}},
+        {"kv_transfer_params": {}},
+    ],
+    ids=str,
+)
+def test_schema_accepts_every_kind_of_an_object(openapi_document, fields):
+    request = {"messages": [{"role": "user", "content": "hi"}], **fields}
+    assert is_accepted_by_reader(request)
+    make_validator(openapi_document, "ChatCompletionRequest").validate(request)
+
+
 def is_accepted_by_reader(request):
     try:
         read_chat_request(FieldReader(request), LIMITS, DEFAULTS)

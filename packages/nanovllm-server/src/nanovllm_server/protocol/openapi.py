@@ -27,7 +27,8 @@ WEATHER_TOOL: JSON = {
 }
 WEATHER_CHOICE: dict[str, JSON] = {"type": "function", "function": {"name": "weather"}}
 WEATHER_CHAT: list[JSON] = [{"role": "user", "content": "What is the weather in Paris?"}]
-# Example requests without `model`, by description. `record_schema` needs an example of every nested object.
+# Example requests without `model`, by description. `record_schema` needs an example of every nested object, and of
+# every kind of an object if the kinds require different fields.
 EXAMPLES: dict[str, dict[str, JSON]] = {
     "question": {
         "messages": [
@@ -83,9 +84,29 @@ EXAMPLES: dict[str, dict[str, JSON]] = {
         "messages": [{"role": "user", "content": "What is the capital of France?"}],
         "response_format": {"type": "json_schema", "json_schema": {"name": "capital", "schema": CITY_SCHEMA}},
     },
+    "any JSON object": {
+        "messages": [{"role": "user", "content": "Describe France in JSON."}],
+        "response_format": {"type": "json_object"},
+    },
+    "JSON between tags": {
+        "messages": [{"role": "user", "content": "What is the capital of France?"}],
+        "response_format": {
+            "type": "structural_tag",
+            "format": {
+                "type": "tag",
+                "begin": "<answer>",
+                "content": {"type": "json_schema", "json_schema": CITY_SCHEMA},
+                "end": "</answer>",
+            },
+        },
+    },
     "an edit with a prediction": {
         "messages": [{"role": "user", "content": "Spell out the number: We have 2 cats."}],
         "prediction": {"type": "content", "content": [{"type": "text", "text": "We have two cats."}]},
+    },
+    "a prompt for a prefill server": {
+        "messages": [{"role": "user", "content": "Summarise this report."}],
+        "kv_transfer_params": {"do_remote_decode": True},
     },
     "a prompt that a prefill server has computed": {
         "messages": [{"role": "user", "content": "Summarise this report."}],
