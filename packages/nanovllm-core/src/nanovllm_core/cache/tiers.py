@@ -4,7 +4,7 @@ Rank 0's scheduler decides about all copies. The ranks only execute batches of c
 """
 
 import time
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 from itertools import islice
 
@@ -56,7 +56,8 @@ class HostTier:
         self._write_queue: OrderedDict[tuple[EntryKind, BlockHash], None] = OrderedDict()
         self._new_loads: list[PrefixLoad] = []
         self._storing: set[tuple[EntryKind, BlockHash]] = set()
-        self._loading: list[set[BlockHash]] = []
+        # The number of loads in flight of each entry, by group and hash: several requests may load the same entry.
+        self._loading: list[Counter[BlockHash]] = []
         self._in_flight: list[deque[BatchInFlight]] = [deque() for _ in Direction]
         self._num_ended = [0] * len(Direction)
         self._epoch = 0
@@ -64,7 +65,7 @@ class HostTier:
     def attach(self, pools: Sequence[BlockPool]) -> int:
         """Add the cache of a group of requests, with its pools by kind. Returns the group's number."""
         self._cache_pools.append(pools)
-        self._loading.append(set())
+        self._loading.append(Counter())
         return len(self._cache_pools) - 1
 
     @property
@@ -136,7 +137,7 @@ class HostTier:
     def is_worth_waiting(self, group: int, hashes: Sequence[BlockHash]) -> bool:
         """Whether a request with these blocks should wait for loads in flight that bring some of the blocks."""
         loading = self._loading[group]
-        if not loading or loading.isdisjoint(hashes):
+        if not loading or loading.keys().isdisjoint(hashes):
             return False
         indices = [index for index, block_hash in enumerate(hashes) if block_hash in loading]
         num_tokens = (indices[-1] + 1 - indices[0]) * self._block_size
@@ -388,4 +389,4 @@ class HostTier:
         # The last entry is evicted first, because earlier entries are useful without it.
         for copy in reversed(load.copies):
             self.pools[copy.kind].release([copy.slot])
-            self._loading[load.group].discard(copy.block_hash)
+        self._loading[load.group] -= Counter(copy.block_hash for copy in load.copies)
