@@ -70,10 +70,9 @@ def test_memory_is_ready_and_a_batch_is_done_once_all_ranks_say_so():
     memory = make_memory()
     assert not memory.is_ready
     memory.set_ready(0)
-    assert memory.is_pinning
+    assert not memory.is_ready
     memory.set_ready(1)
     assert memory.is_ready
-    assert not memory.is_pinning
     memory.count_done(0, Direction.LOAD)
     assert memory.num_done(Direction.LOAD) == 0
     memory.count_failure(1)
@@ -81,15 +80,6 @@ def test_memory_is_ready_and_a_batch_is_done_once_all_ranks_say_so():
     assert memory.num_done(Direction.LOAD) == 1
     assert memory.num_done(Direction.STORE) == 0
     assert memory.num_failures == 1
-
-
-def test_memory_that_one_rank_can_not_use_is_never_ready():
-    memory = make_memory()
-    memory.set_unusable(1)
-    assert not memory.is_pinning
-    memory.set_ready(0)
-    assert not memory.is_ready
-    assert not memory.is_pinning
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,28 @@ def test_a_program_that_does_not_stop_its_engine_ends(tmp_path):
     assert not list(tmp_path.glob("nanovllm-*"))
 
 
+@pytest.mark.parametrize("case", ["idle", "serving, with ranks"])
+def test_a_program_whose_event_loop_ends_before_its_engine_ends(case, tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import asyncio, sys, parents\n"
+        "from nanovllm_core import AsyncEngine, Request, SamplingParams\n"
+        "if __name__ == '__main__':\n"
+        "    case = sys.argv[1]\n"
+        "    event_loop = asyncio.new_event_loop()\n"
+        "    start = AsyncEngine.start(*parents.load_quickly(1 if case == 'idle' else 2))\n"
+        "    engine = event_loop.run_until_complete(start)\n"
+        "    if case != 'idle':\n"
+        "        stream = engine.generate(Request('r', [1, 2], SamplingParams(max_tokens=200, ignore_eos=True)))\n"
+        "        event_loop.run_until_complete(anext(stream))\n"
+        "        event_loop.close()\n"
+        "    print('ends')\n"
+    )
+    env = os.environ | {"PYTHONPATH": str(Path(parents.__file__).parent)}
+    result = subprocess.run([sys.executable, program, case], env=env, stdout=subprocess.PIPE, timeout=60, check=True)
+    assert result.stdout == b"ends\n"
+
+
 def test_only_the_sockets_own_directory_is_removed(tmp_path):
     own, shared = tmp_path / "own", tmp_path / "shared"
     for directory in (own, shared):

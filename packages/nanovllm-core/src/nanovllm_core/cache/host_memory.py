@@ -111,9 +111,7 @@ class HostLayout:
 
 
 # Indices of counters. A rank's first counters, one per `Direction`, count executed batches. Two more counters follow.
-# The state of a rank is _PENDING until the rank calls `set_ready` or `set_unusable`.
-_FAILURES_INDEX, _STATE_INDEX = len(Direction), len(Direction) + 1
-_PENDING, _READY, _UNUSABLE = range(3)
+_FAILURES_INDEX, _READY_INDEX = len(Direction), len(Direction) + 1
 # Index of a counter of rank 0 only.
 _MAY_PIN_INDEX = len(Direction) + 2
 _COUNTER_STRIDE = _COUNTER_BYTES // 8
@@ -195,24 +193,11 @@ class HostMemory:
     @property
     def is_ready(self) -> bool:
         """Whether all ranks can execute copies."""
-        return all(state == _READY for state in self._states())
-
-    @property
-    def is_pinning(self) -> bool:
-        """Whether some ranks are still pinning the memory, and none has failed."""
-        states = self._states()
-        return _PENDING in states and _UNUSABLE not in states
-
-    def _states(self) -> list[int]:
-        return [self._counters[rank * _COUNTER_STRIDE + _STATE_INDEX] for rank in range(self.layout.num_ranks)]
+        return all(self._counters[rank * _COUNTER_STRIDE + _READY_INDEX] for rank in range(self.layout.num_ranks))
 
     def set_ready(self, rank: int) -> None:
         """Record that `rank` can execute copies."""
-        self._counters[rank * _COUNTER_STRIDE + _STATE_INDEX] = _READY
-
-    def set_unusable(self, rank: int) -> None:
-        """Record that `rank` can never execute copies."""
-        self._counters[rank * _COUNTER_STRIDE + _STATE_INDEX] = _UNUSABLE
+        self._counters[rank * _COUNTER_STRIDE + _READY_INDEX] = 1
 
     def count_done(self, rank: int, direction: Direction) -> None:
         """Count a batch that `rank` has executed. Only one thread per rank and direction may call this method."""

@@ -84,11 +84,6 @@ class HostTier:
         """Whether copies to and from the host memory are possible. Pinning of the memory may take minutes, or fail."""
         return self._memory.is_ready
 
-    @property
-    def has_stores_awaiting_pinning(self) -> bool:
-        """Whether entries wait for copies to a host memory that is still being pinned."""
-        return bool(self._store_queue) and self._memory.is_pinning
-
     def is_storing_or_queued(self, kind: EntryKind, block_hash: BlockHash) -> bool:
         """Whether the host memory will probably get a copy of this entry soon."""
         return (kind, block_hash) in self._storing or (kind, block_hash) in self._store_queue

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -38,7 +39,7 @@ PLAN_READY_SHARE = 0.85
 PLANNING_LEAD_S = 0.002
 PLANNING_LEAD_PER_REQUEST_S = 0.001
 POLL_INTERVAL_S = 0.001  # between checks for new requests while a step runs
-PINNING_POLL_INTERVAL_S = 0.1  # between checks whether the host memory is pinned
+IDLE_POLL_INTERVAL_S = 0.1  # between checks, while there is no work, whether the host memory is pinned
 _WAITING_STATUSES = (RequestStatus.WAITING_GRAMMAR, RequestStatus.WAITING, RequestStatus.WAITING_KV)
 
 
@@ -155,6 +156,9 @@ class EngineLoop:
         emit: called with the outputs of each step, and with stats about every STATS_INTERVAL_S (None in other calls).
         """
         event_loop = asyncio.get_running_loop()
+        # If the event loop ends without `stop`, the exit of the program waits for the thread.
+        weak_stop = weakref.WeakMethod(self.stop)
+        threading._register_atexit(lambda: (stop := weak_stop()) and stop())  # type: ignore[attr-defined] # noqa: SLF001
         steps_future = event_loop.run_in_executor(self._executor, self._run_steps, event_loop)
         steps_future.add_done_callback(lambda _: self._outbox_changed.set())
         stats_task = asyncio.create_task(self._report_stats(emit))
@@ -272,19 +276,14 @@ class EngineLoop:
 
         Return early if a request waits, because ended copies may have freed the blocks that it needs.
         """
-        while not self._inbox_changed.wait(self._idle_interval_s()):
+        while not self._inbox_changed.wait(POLL_INTERVAL_S if self._scheduler.has_copies else IDLE_POLL_INTERVAL_S):
+            had_copies = self._scheduler.has_copies
             self._advance_copies()
             # When all copies have ended, return, so that the caller posts stats that show all blocks as free.
-            if self._scheduler.num_waiting or not self._scheduler.has_copies:
+            have_copies_ended = had_copies and not self._scheduler.has_copies
+            if self._scheduler.num_waiting or have_copies_ended:
                 break
         self._inbox_changed.clear()
-
-    def _idle_interval_s(self) -> float | None:
-        """Seconds between calls of `_advance_copies` while no step is in flight; None if there is nothing to copy."""
-        if self._scheduler.has_copies:
-            return POLL_INTERVAL_S
-        tier = self._scheduler.tier
-        return PINNING_POLL_INTERVAL_S if tier is not None and tier.has_stores_awaiting_pinning else None
 
     def _post(self, event_loop: asyncio.AbstractEventLoop, outputs: StepOutputs) -> None:
         """Pass outputs to the event loop, with stats if the stats interval is over or no request is left."""

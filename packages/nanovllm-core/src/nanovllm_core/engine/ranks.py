@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from multiprocessing import connection
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import TextIO, cast
 
@@ -121,6 +122,8 @@ class RankProcesses:
         process = context.Process(target=run_rank, args=(arguments,), name=f"nanovllm-rank-{rank}", daemon=True)
         with write_end:
             process.start()
+        # A program may exit without `close`. multiprocessing would then wait for ever: the rank ignores SIGTERM.
+        Finalize(self, process.kill, exitpriority=0)
         self._processes.append(process)
         self._report_pipes.append(read_end)
 

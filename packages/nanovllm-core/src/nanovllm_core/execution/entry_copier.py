@@ -122,7 +122,6 @@ class EntryCopier:
             piece.zero_()
             if (error := int(cudart.cudaHostRegister(piece.data_ptr(), piece.numel(), 0))) != 0:
                 _log.error("host memory can't be pinned: CUDA error %d; the cache has no tier in host memory", error)
-                self.memory.set_unusable(self._rank)
                 return
         self.memory.set_ready(self._rank)
 
