@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from nanovllm_core import AsyncEngine, EngineConfig, Request, SamplingParams
+from nanovllm_core import AsyncEngine, EngineConfig, GrammarError, GrammarSpec, Request, SamplingParams
 from nanovllm_core.engine import wire
 from nanovllm_core.engine.build import build_loop
 from nanovllm_core.engine.loop import EngineLoop
@@ -102,6 +102,33 @@ async def test_the_engine_thread_ends_when_emitting_fails(toy_spec):
     with pytest.raises(RuntimeError, match="emitting fails"):
         await loop.run(emit)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("nanovllm-engine")]
+
+
+async def test_a_second_cancellation_does_not_keep_the_grammar_compiler_open(toy_spec, monkeypatch):
+    loop = await build_loop(toy_spec(), EngineConfig(device="cpu", num_blocks=32))
+    launch, has_launched, may_compute = loop._runner.launch, threading.Event(), threading.Event()
+
+    def launch_spy(plan):
+        has_launched.set()
+        may_compute.wait()
+        return launch(plan)
+
+    monkeypatch.setattr(loop._runner, "launch", launch_spy)
+    loop.submit(1, make_request())
+    serving = asyncio.create_task(loop.run(lambda outputs, stats: None))
+    try:
+        assert await asyncio.to_thread(has_launched.wait, 30)
+        serving.cancel()
+        # The first cancellation ends at the wait for the step.
+        await asyncio.sleep(0)
+        assert not serving.done()
+        serving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await serving
+        with pytest.raises(GrammarError, match="can't be compiled now"):
+            await loop.compile_grammar(GrammarSpec("regex", "a"))
+    finally:
+        may_compute.set()
 
 
 class SlowEvent:

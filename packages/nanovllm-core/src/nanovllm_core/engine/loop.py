@@ -184,13 +184,22 @@ class EngineLoop:
         finally:
             stats_task.cancel()
             self.stop()
-            await self._end_thread(steps_future)
-            for compile_task in self._compile_tasks.values():
-                compile_task.cancel()
-            if self._grammars is not None:
-                self._grammars.close()
-            if self._transfers is not None:
-                self._transfers.close()
+            try:
+                await self._end_thread(steps_future)
+            finally:
+                # Close also after another cancellation. If the event loop has ended, the interpreter may be exiting,
+                # and `Grammars.close` could not start a thread.
+                if event_loop.is_running():
+                    self._close_event_loop_parts()
+
+    def _close_event_loop_parts(self) -> None:
+        """Close the parts that the event loop's thread uses."""
+        for compile_task in self._compile_tasks.values():
+            compile_task.cancel()
+        if self._grammars is not None:
+            self._grammars.close()
+        if self._transfers is not None:
+            self._transfers.close()
 
     async def _raise_cause(self, steps_future: "asyncio.Future[None]") -> None:
         """Raise the exception that ended the thread. If a rank's process failed, raise that rank's failure instead."""
