@@ -1,4 +1,5 @@
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -22,8 +23,19 @@ def is_alive(pid: int) -> bool:
         return not Path("/proc").exists()
 
 
-@pytest.mark.parametrize("phase", ["loading", "starting ranks", "serving"])
-def test_the_engine_ends_at_once_when_its_parent_is_killed(phase, tmp_path):
+ONLY_ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="uses prctl")
+
+
+@pytest.mark.parametrize(
+    ("phase", "is_stopped"),
+    [
+        ("loading", False),
+        ("starting ranks", False),
+        ("serving", False),
+        pytest.param("serving", True, marks=ONLY_ON_LINUX),
+    ],
+)
+def test_the_engine_ends_at_once_when_its_parent_is_killed(phase, is_stopped, tmp_path):
     begun, temporary_directory = tmp_path / "begun", tmp_path / "t"
     temporary_directory.mkdir()
     script = Path(parents.__file__)
@@ -39,6 +51,8 @@ def test_the_engine_ends_at_once_when_its_parent_is_killed(phase, tmp_path):
             time.sleep(0.02)
         assert is_alive(pid)
         assert list(temporary_directory.glob("nanovllm-*"))
+        if is_stopped:
+            os.kill(pid, signal.SIGSTOP)
         parent.kill()
     killed_s = time.monotonic()
     while is_alive(pid):

@@ -1,12 +1,16 @@
 """Ends a process when the process that started it has ended."""
 
+import ctypes
 import multiprocessing
 import os
+import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
 
 EXIT_GRACE_S = 5.0
+_PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 FAILURE_EXIT_CODE = 1  # exit code of a process that failed, or whose parent has ended
 
 
@@ -21,6 +25,9 @@ def exit_with_parent(clean_up: Callable[[], None] | None = None) -> threading.Ev
     parent = multiprocessing.parent_process()
     if parent is None:
         return graceful_exit_event
+    if sys.platform == "linux":
+        # When the parent ends, the kernel continues this process, which may have been stopped (SIGSTOP).
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
 
     def exit_after_parent() -> None:
         parent.join()
