@@ -25,6 +25,7 @@ from nanovllm_core import (
 )
 from nanovllm_core.cache.copy_time import CopyTimeModel
 from nanovllm_core.cache.host_memory import HostMemory
+from nanovllm_core.cache.tiers import HostTier
 from nanovllm_core.engine.trace import TRACK_IDS
 from nanovllm_core.execution import entry_copier
 
@@ -108,6 +109,31 @@ async def test_blocks_are_stored_when_the_host_memory_is_pinned_while_no_request
         assert dict(engine.stats.copied_bytes)["store"] > 0
     finally:
         await engine.stop()
+
+
+@pytest.fixture
+def closed_parts(monkeypatch) -> list[str]:
+    """The names of the classes of the cache's parts that were closed, in order."""
+    closed: list[str] = []
+    for part_class in (entry_copier.EntryCopier, HostTier):
+        monkeypatch.setattr(part_class, "close", lambda part: closed.append(type(part).__name__))
+    return closed
+
+
+async def test_a_failed_start_ends_the_threads_that_copy(closed_parts, monkeypatch):
+    monkeypatch.setattr("nanovllm_core.engine.build.calibrate", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        await AsyncEngine.start(toy_model.toy_spec(), CONFIG)
+    assert sorted(closed_parts) == ["EntryCopier", "HostTier"]
+
+
+async def test_a_failed_step_ends_the_threads_that_copy(closed_parts, monkeypatch):
+    engine = await AsyncEngine.start(toy_model.toy_spec(), CONFIG)
+    monkeypatch.setattr(engine._loop._runner, "launch", lambda _: 1 / 0)
+    with pytest.raises(EngineDeadError, match="ZeroDivisionError"):
+        await generate(engine, "r", [5], 1)
+    await engine.stop()
+    assert closed_parts == ["EntryCopier", "HostTier"]
 
 
 async def generate_and_count_cached_tokens(engine: AsyncEngine, name: str, prompt: list[int]) -> int:

@@ -32,7 +32,6 @@ from nanovllm_core.execution.entry_copier import EntryCopier, make_copier
 from nanovllm_core.execution.runner import Runner, start_runner
 from nanovllm_core.grammar.grammars import Grammars
 from nanovllm_core.model import ModelSpec
-from nanovllm_core.parallel import ParallelContext
 from nanovllm_core.scheduling.budget import StepLimits
 from nanovllm_core.scheduling.draft_times import DraftLimits, DraftTimes, measure_draft_times
 from nanovllm_core.scheduling.scheduler import Scheduler
@@ -84,6 +83,8 @@ async def build_loop(spec: ModelSpec, config: EngineConfig, directory: Path | No
             cleanup.push_async_callback(_end_ranks, ranks, executor)
         start_rank_0 = partial(_start_rank_0, spec, resolved, ranks, host_memory)
         runner, copier = await _run_on_thread(executor, ranks, start_rank_0)
+        if copier is not None:
+            cleanup.callback(copier.close)
         step_time_model = StepTimeModel()
         tier = _make_tier(spec, resolved, runner, step_time_model, copier)
         if tier is not None:
@@ -124,8 +125,7 @@ def _start_rank_0(
     spec: ModelSpec, config: ResolvedConfig, ranks: RankProcesses | None, host_memory: AnonymousMemory | None
 ) -> tuple[Runner, EntryCopier | None]:
     runner = start_runner(spec, config) if ranks is None else ranks.start_rank_0(spec)
-    parallel = ParallelContext() if ranks is None else ranks.context
-    return runner, make_copier(runner.cache, config, host_memory, parallel, runner.plan_publisher)
+    return runner, make_copier(runner.cache, config, host_memory, runner.parallel, runner.plan_publisher)
 
 
 async def _run_on_thread(

@@ -265,10 +265,6 @@ class EngineLoop:
             self._post_outputs(event_loop)
             while self._steps_in_flight:
                 self._complete_oldest_step()
-            if self._copier is not None:
-                self._copier.close()
-            if self._scheduler.tier is not None:
-                self._scheduler.tier.close()
             if self._ranks is not None:
                 self._ranks.stop()
         except BaseException:
@@ -276,6 +272,10 @@ class EngineLoop:
                 self._ranks.abandon()
             raise
         finally:
+            if self._copier is not None:
+                self._copier.close()
+            if self._scheduler.tier is not None:
+                self._scheduler.tier.close()
             if self._tracer is not None:
                 self._tracer.file.close()
             self._spin_control.close()

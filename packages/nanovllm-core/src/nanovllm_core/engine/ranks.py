@@ -27,7 +27,6 @@ from nanovllm_core.execution.entry_copier import EntryCopier, make_copier
 from nanovllm_core.execution.plan_messages import STOP_MESSAGE, PlanDecoder, PlanPublisher
 from nanovllm_core.execution.runner import Runner, start_runner
 from nanovllm_core.model import ModelSpec
-from nanovllm_core.parallel import ParallelContext
 from nanovllm_core.parallel.group import RankGroup
 from nanovllm_core.parallel.plan_ring import PlanRing
 from nanovllm_core.stop_signals import ignore_stop_signals
@@ -145,13 +144,6 @@ class RankProcesses:
         runner.plan_publisher = PlanPublisher(self._ring.open_writer(self.check))
         self._runner = runner
         return runner
-
-    @property
-    def context(self) -> ParallelContext:
-        """The context of rank 0. Raises RuntimeError before `start_rank_0` and after `stop` or `abandon`."""
-        if self._group is None:
-            raise RuntimeError("rank 0 is not in the group of the other ranks")
-        return self._group.context
 
     def stop(self) -> None:
         """Tell the other ranks to end, and leave the group. Call on the thread of rank 0, after its last step."""

@@ -64,6 +64,7 @@ class EntryCopier:
         self._staging = [torch.empty(staging_bytes, dtype=torch.uint8, device=device) for _ in Direction]
         self._queues: list[SimpleQueue[tuple[CopyBatch, torch.cuda.Event] | None]] = [SimpleQueue() for _ in Direction]
         self._threads: list[threading.Thread] = []
+        self._pinned_pieces: list[Tensor] = []
         self._is_closing = False
         if device.type == "cpu":
             memory.set_ready(self._rank)
@@ -92,10 +93,9 @@ class EntryCopier:
             queue.put(None)
         for thread in self._threads:
             thread.join()
-        if self._device.type == "cuda":
+        for piece in self._pinned_pieces:
             cudart: Any = torch.cuda.cudart()
-            for piece in self.memory.pieces():
-                cudart.cudaHostUnregister(piece.data_ptr())
+            cudart.cudaHostUnregister(piece.data_ptr())
 
     def _start_thread(self, name: str, target: Callable[..., None], *args: Direction) -> None:
         thread = threading.Thread(target=target, args=args, name=name, daemon=True)
@@ -123,6 +123,7 @@ class EntryCopier:
             if (error := int(cudart.cudaHostRegister(piece.data_ptr(), piece.numel(), 0))) != 0:
                 _log.error("host memory can't be pinned: CUDA error %d; the cache has no tier in host memory", error)
                 return
+            self._pinned_pieces.append(piece)
         self.memory.set_ready(self._rank)
 
     def _execute_queue(self, direction: Direction) -> None:

@@ -68,7 +68,7 @@ class Runner:
         parallel: ParallelContext,
     ):
         self.device = device
-        self._parallel = parallel
+        self.parallel = parallel
         self.device_name = describe_device(device).name
         self.is_asynchronous = device.type != "cpu"
         draft_specs = () if draft_model is None else draft_model.cache_specs()
@@ -290,8 +290,8 @@ class Runner:
         tokens = self._table.tokens[row, start : start + num_tokens].clone()
         hidden = hidden[first_logits_index : first_logits_index + num_tokens]
         # All ranks compute logits, so all ranks need the rows of the rank that has the prompt.
-        hidden, tokens = (self._parallel.broadcast_rows(x, owner) for x in (hidden, tokens))
-        return score_prompt_tokens(hidden, tokens, num_top, self._forward.compute_logits_of_own_rows, self._parallel)
+        hidden, tokens = (self.parallel.broadcast_rows(x, owner) for x in (hidden, tokens))
+        return score_prompt_tokens(hidden, tokens, num_top, self._forward.compute_logits_of_own_rows, self.parallel)
 
     def _run_padded_forward(
         self, shape: GraphShape, launch_attention: LaunchAttention | None = None, *, num_decodes: int | None = None
@@ -346,7 +346,7 @@ class Runner:
         prompts = [
             rng.integers(self._table.vocab_size, size=context_len + length, dtype=np.int32) for length in lengths
         ]
-        num_groups, num_prompts = self._parallel.num_request_groups, len(lengths)
+        num_groups, num_prompts = self.parallel.num_request_groups, len(lengths)
         rows = np.add.outer(np.arange(num_groups) * self._table.num_rows, np.arange(num_prompts)).reshape(-1)
         new_rows = [
             NewRow(row, ids, len(ids), context_len, sampling, 0, ())
