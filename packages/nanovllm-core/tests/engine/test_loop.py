@@ -5,7 +5,15 @@ import time
 import pytest
 import torch
 
-from nanovllm_core import AsyncEngine, EngineConfig, GrammarError, GrammarSpec, Request, SamplingParams
+from nanovllm_core import (
+    AsyncEngine,
+    EngineConfig,
+    EngineDeadError,
+    GrammarError,
+    GrammarSpec,
+    Request,
+    SamplingParams,
+)
 from nanovllm_core.engine import wire
 from nanovllm_core.engine.build import build_loop
 from nanovllm_core.engine.loop import EngineLoop
@@ -129,6 +137,33 @@ async def test_a_second_cancellation_does_not_keep_the_grammar_compiler_open(toy
             await loop.compile_grammar(GrammarSpec("regex", "a"))
     finally:
         may_compute.set()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("hangs_in_launch", [False, True])
+async def test_an_engine_whose_step_hangs_fails(hangs_in_launch, depth, toy_spec, monkeypatch):
+    monkeypatch.setattr("nanovllm_core.engine.loop.STEP_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("nanovllm_core.engine.loop_end.FAILED_RANK_TIMEOUT_S", 0.0)
+    loop = await build_loop(toy_spec(), EngineConfig(device="cpu", num_blocks=32, depth=depth))
+    loop._runner.is_asynchronous = not hangs_in_launch
+    launch, may_compute = loop._runner.launch, threading.Event()
+
+    def hanging_launch(plan):
+        if hangs_in_launch:
+            may_compute.wait()
+        handle = launch(plan)
+        monkeypatch.setattr(type(handle), "is_finished", property(lambda _: may_compute.is_set()))
+        monkeypatch.setattr(type(handle), "wait", lambda _: may_compute.wait())
+        return handle
+
+    monkeypatch.setattr(loop._runner, "launch", hanging_launch)
+    loop.submit(1, make_request())
+    try:
+        with pytest.raises(EngineDeadError, match=r"a step has not ended within 0\.3 s"):
+            await loop.run(lambda outputs, stats: None)
+    finally:
+        may_compute.set()
+        loop._executor.shutdown()
 
 
 class SlowEvent:

@@ -214,6 +214,23 @@ def test_a_killed_rank_fails_open_requests_and_the_engine_in_this_process():
     assert asyncio.run(answer_greedily(CONFIG)) == asyncio.run(answer_greedily(replace(CONFIG, tensor_parallel_size=1)))
 
 
+def test_a_stopped_rank_fails_open_requests_and_ends(monkeypatch):
+    async def run() -> None:
+        engine = await AsyncEngine.start(toy_model.toy_spec("long"), LONG_CONFIG)
+        stream = engine.generate(Request("r", [1, 2], LONG_SAMPLING))
+        await anext(stream)
+        monkeypatch.setattr("nanovllm_core.engine.loop.STEP_TIMEOUT_S", 0.5)
+        (process,) = engine._loop._ranks._processes
+        os.kill(process.pid, signal.SIGSTOP)
+        with pytest.raises(EngineDeadError, match="a step has not ended within 0.5 s"):
+            async for _ in stream:
+                pass
+        assert process.exitcode == -signal.SIGKILL
+        await engine.stop()
+
+    asyncio.run(run())
+
+
 @pytest.mark.usefixtures("long_wait_for_reports")
 def test_a_rank_that_fails_in_a_step_ends_the_engine_with_its_error():
     async def run() -> None:

@@ -34,6 +34,7 @@ class HostTier:
     Each kind of entry has a `BlockPool` of slots, which finds entries by hash and evicts the least recently used entry.
     block_size: tokens per block.
     files: copies of the entries in files; None if no files are used.
+    epoch: the number of calls of `forget`. Entries from earlier epochs must not be found.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class HostTier:
         self._loading: list[Counter[BlockHash]] = []
         self._in_flight: list[deque[BatchInFlight]] = [deque() for _ in Direction]
         self._num_ended = [0] * len(Direction)
-        self._epoch = 0
+        self.epoch = 0
 
     def attach(self, pools: Sequence[BlockPool]) -> int:
         """Add the cache of a group of requests, with its pools by kind. Returns the group's number."""
@@ -73,11 +74,6 @@ class HostTier:
         """Whether copies are in flight."""
         has_writes = self.files is not None and self.files.is_busy
         return any(self._in_flight) or bool(self._new_loads) or has_writes
-
-    @property
-    def epoch(self) -> int:
-        """The number of calls of `forget`. Entries from earlier epochs must not be found."""
-        return self._epoch
 
     @property
     def is_ready(self) -> bool:
@@ -212,7 +208,7 @@ class HostTier:
         self, request: RequestState, group: int, targets: Sequence[Target], num_new_blocks: int
     ) -> PrefixLoad:
         load = PrefixLoad(
-            request, group, [], [], [], num_new_blocks * self._block_size, 0, self._epoch, time.perf_counter()
+            request, group, [], [], [], num_new_blocks * self._block_size, 0, self.epoch, time.perf_counter()
         )
         # First hold the entries that were found, so that the allocations below do not evict them.
         for kind, _, _, found, slot in targets:
@@ -292,7 +288,7 @@ class HostTier:
             while self._num_ended[direction] < num_done:
                 self._num_ended[direction] += 1
                 batch = self._in_flight[direction].popleft()
-                is_usable = (batch.epoch, batch.num_failures) == (self._epoch, self._memory.num_failures)
+                is_usable = (batch.epoch, batch.num_failures) == (self.epoch, self._memory.num_failures)
                 seconds = time.perf_counter() - batch.begin_s
                 self.counters.num_bytes[direction] += batch.num_bytes
                 self.counters.copy_s[direction] += seconds
@@ -302,7 +298,7 @@ class HostTier:
                     if batch.num_bytes:
                         self._load_time.observe(batch.num_bytes, seconds)
                     for load in batch.loads:
-                        self._end_load(load, is_usable=is_usable and load.epoch == self._epoch)
+                        self._end_load(load, is_usable=is_usable and load.epoch == self.epoch)
                     ended_loads += batch.loads
         return ended_loads if self.files is None else ended_loads + self._complete_files(self.files)
 
@@ -313,7 +309,7 @@ class HostTier:
 
     def forget(self) -> None:
         """Forget all entries. Copies in flight end without effect."""
-        self._epoch += 1
+        self.epoch += 1
         self._store_queue.clear()
         self._write_queue.clear()
         for pool in self.pools:
@@ -328,7 +324,7 @@ class HostTier:
             cache_copies.entries.append(copy.entry)
             cache_copies.slots.append(copy.slot)
         num_bytes = sum(self._entry_bytes[copy.kind] for copy in copies)
-        state = self._epoch, self._memory.num_failures
+        state = self.epoch, self._memory.num_failures
         self._in_flight[direction].append(BatchInFlight(copies, loads, num_bytes, time.perf_counter(), *state))
         return [CopyBatch(direction, list(by_cache.values()))]
 
@@ -361,11 +357,11 @@ class HostTier:
         for load in self._new_loads:
             if not load.reads or not all(read.future.done() for read in load.reads):
                 continue
-            is_usable = load.epoch == self._epoch
+            is_usable = load.epoch == self.epoch
             for read in load.reads:
                 if not files.end_read(read):
                     is_usable, load.may_retry = False, True
-                elif load.epoch == self._epoch:
+                elif load.epoch == self.epoch:
                     self.pools[read.kind].register(read.slot, read.block_hash)
             load.reads = []
             if not is_usable:

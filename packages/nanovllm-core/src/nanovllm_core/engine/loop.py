@@ -7,15 +7,15 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 
-from nanovllm_core.engine.ranks import FAILED_RANK_TIMEOUT_S, RankProcesses
+from nanovllm_core.engine.loop_end import end_thread, raise_cause
+from nanovllm_core.engine.ranks import RankProcesses
 from nanovllm_core.engine.report import collect_stats
 from nanovllm_core.engine.status import GRAMMARS_UNSUPPORTED, EngineInfo, EngineStats
-from nanovllm_core.engine.trace import StepTracer, Track
-from nanovllm_core.errors import GrammarError
+from nanovllm_core.engine.trace import StepTracer, trace_launch, trace_span
+from nanovllm_core.errors import EngineDeadError, GrammarError
 from nanovllm_core.execution.entry_copier import EntryCopier
 from nanovllm_core.execution.runner import Runner
 from nanovllm_core.execution.step_handle import StepHandle
@@ -32,6 +32,8 @@ from nanovllm_kernels.openmp_spinning import SpinControl
 Emit = Callable[[StepOutputs, EngineStats | None], None]
 # Interval at which `run` emits stats while the engine has requests, also during a long step.
 STATS_INTERVAL_S = 0.1
+# An engine fails if one of its steps takes longer. Steps are planned to take below a second, but may compile kernels.
+STEP_TIMEOUT_S = 600.0
 # The plan of the next step should be ready after this share of the predicted time of the running step. Few steps end
 # earlier.
 PLAN_READY_SHARE = 0.85
@@ -84,9 +86,10 @@ class EngineLoop:
         # or a function. A function means: reset the prefix cache, then call the function.
         self._inbox: deque[RequestState | int | Callable[[], object]] = deque()
         self._inbox_changed = threading.Event()
-        self._is_stopping = False
+        self._is_stopping = self._is_hanging = False
         self._outbox: deque[tuple[StepOutputs, EngineStats | None]] = deque()
         self._last_stats_collection_s = 0.0
+        self._collect_stats = partial(collect_stats, scheduler, runner, transfers)
         self._latest_stats = self.emitted_stats = self._collect_stats()
         self._last_stats_emission_s = 0.0
         self._outbox_changed = asyncio.Event()
@@ -94,9 +97,6 @@ class EngineLoop:
             transfers.wake = self._inbox_changed.set
             if tracer is not None:
                 transfers.on_finish = tracer.record_fetch
-
-    def _collect_stats(self) -> EngineStats:
-        return collect_stats(self._scheduler, self._runner, self._transfers)
 
     async def compile_grammar(self, spec: GrammarSpec) -> ParameterTypes:
         """Compile a grammar and cache it. See `Engine.compile_grammar`."""
@@ -162,6 +162,7 @@ class EngineLoop:
         steps_future = event_loop.run_in_executor(self._executor, self._run_steps, event_loop)
         steps_future.add_done_callback(lambda _: self._outbox_changed.set())
         stats_task = asyncio.create_task(self._report_stats(emit))
+        stats_task.add_done_callback(lambda _: self._outbox_changed.set())
         if self._ranks is not None:
             self._ranks.set_failure_callback(lambda: event_loop.call_soon_threadsafe(self._outbox_changed.set))
         try:
@@ -169,6 +170,8 @@ class EngineLoop:
                 # The thread may wait for an ended rank forever, so do not wait for the thread.
                 if self._ranks is not None:
                     self._ranks.check()
+                if stats_task.done():
+                    stats_task.result()
                 # Check before emptying the outbox: the thread posts its last outputs before it ends.
                 has_thread_ended = steps_future.done()
                 while self._outbox:
@@ -180,12 +183,12 @@ class EngineLoop:
                     break
                 await self._outbox_changed.wait()
                 self._outbox_changed.clear()
-            await self._raise_cause(steps_future)
+            await raise_cause(steps_future, self._ranks)
         finally:
             stats_task.cancel()
             self.stop()
             try:
-                await self._end_thread(steps_future)
+                await end_thread(steps_future, self._executor, self._ranks, is_hanging=self._is_hanging)
             finally:
                 # Close also after another cancellation. If the event loop has ended, the interpreter may be exiting,
                 # and `Grammars.close` could not start a thread.
@@ -201,33 +204,20 @@ class EngineLoop:
         if self._transfers is not None:
             self._transfers.close()
 
-    async def _raise_cause(self, steps_future: "asyncio.Future[None]") -> None:
-        """Raise the exception that ended the thread. If a rank's process failed, raise that rank's failure instead."""
-        try:
-            await steps_future
-        except Exception:
-            if self._ranks is not None:
-                await asyncio.to_thread(self._ranks.wait_for_failure)
-            raise
-
-    async def _end_thread(self, steps_future: "asyncio.Future[None]") -> None:
-        """End the thread and the other ranks.
-
-        If a rank has failed, do not wait long for the thread: on a GPU, the thread may wait for this rank forever.
-        """
-        if self._ranks is not None and self._ranks.has_failed:
-            await asyncio.to_thread(self._ranks.close)
-            await asyncio.wait([steps_future], timeout=FAILED_RANK_TIMEOUT_S)
-        else:
-            await asyncio.wait([steps_future])
-        self._executor.shutdown(wait=steps_future.done())
-        if self._ranks is not None:
-            await asyncio.to_thread(self._ranks.close)
-
     async def _report_stats(self, emit: Emit) -> None:
-        """While requests are open, emit stats if the outputs of steps have carried no stats for STATS_INTERVAL_S."""
-        while True:
+        """While requests are open, emit stats if the outputs of steps have carried no stats for STATS_INTERVAL_S.
+
+        Raises EngineDeadError if a step takes longer than STEP_TIMEOUT_S.
+        """
+        num_intervals_in_step, last_step_start_s = 0, 0.0
+        # Count intervals instead of time, because the process may be suspended.
+        while num_intervals_in_step * STATS_INTERVAL_S < STEP_TIMEOUT_S:
             await asyncio.sleep(STATS_INTERVAL_S)
+            # On a CPU, a step is not in flight while it is launched, but its requests run.
+            is_in_step = bool(self._steps_in_flight) or self._latest_stats.num_requests_running > 0
+            is_same_step = is_in_step and self._step_start_s == last_step_start_s
+            num_intervals_in_step = num_intervals_in_step + 1 if is_same_step else 0
+            last_step_start_s = self._step_start_s
             is_idle = not (
                 self._open_requests
                 or self.emitted_stats.num_requests_running
@@ -235,6 +225,8 @@ class EngineLoop:
             )
             if not is_idle and time.monotonic() - self._last_stats_emission_s >= STATS_INTERVAL_S:
                 self._emit(emit, StepOutputs(), self._latest_stats)
+        self._is_hanging = True
+        raise EngineDeadError(f"a step has not ended within {STEP_TIMEOUT_S:g} s")
 
     def _emit(self, emit: Emit, outputs: StepOutputs, stats: EngineStats | None) -> None:
         """Add failed grammars to the outputs and the number of waiting requests to the stats, then call `emit`."""
@@ -319,7 +311,7 @@ class EngineLoop:
             if not self._runner.is_asynchronous:
                 # On a CPU the launch computes the step. `_report_stats` sends these stats meanwhile.
                 self._latest_stats = self._collect_stats()
-            with self._launch_span(step):
+            with trace_launch(self._tracer, step):
                 handle = self._runner.launch(step.plan)
             if not self._steps_in_flight:
                 self._step_start_s = time.perf_counter()
@@ -345,7 +337,7 @@ class EngineLoop:
         # Requests may have arrived while the last step was launched.
         self._read_inbox()
         self._advance_copies()
-        with self._span("plan", self._scheduler.counters.num_steps):
+        with trace_span(self._tracer, "plan", self._scheduler.counters.num_steps):
             step = self._scheduler.schedule()
         # Do not call `_advance_copies`: it could make a request ready, and the thread would still wait for a message.
         self._launch_copies(has_plan=step is not None)
@@ -383,21 +375,12 @@ class EngineLoop:
                 message()
 
     def _complete_oldest_step(self) -> StepOutputs:
-        step, handle = self._steps_in_flight.popleft()
+        step, handle = self._steps_in_flight[0]
         handle.wait()
+        self._steps_in_flight.popleft()
         self._step_start_s = time.perf_counter()
         self._scheduler.observe(step, handle.duration_s)
         if self._tracer is not None:
             self._tracer.record_device_span(step.plan.step_number, handle)
-        with self._span("output", step.plan.step_number):
+        with trace_span(self._tracer, "output", step.plan.step_number):
             return self._scheduler.complete(step, handle.read_results())
-
-    def _launch_span(self, step: ScheduledStep) -> AbstractContextManager[None]:
-        if self._tracer is None:
-            return nullcontext()
-        predicted_us = round(step.predicted_s * 1e6, 1)
-        name = f"step {step.plan.step_number}"
-        return self._tracer.file.span("launch", name, **step.work._asdict(), predicted_us=predicted_us)
-
-    def _span(self, track: Track, step_number: int) -> AbstractContextManager[None]:
-        return nullcontext() if self._tracer is None else self._tracer.file.span(track, f"step {step_number}")

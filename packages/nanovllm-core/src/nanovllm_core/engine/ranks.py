@@ -1,6 +1,5 @@
 """Runs all ranks of an engine except rank 0, each in a process of its own. Each rank computes a part of one model."""
 
-import io
 import multiprocessing
 import os
 import sys
@@ -15,7 +14,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import TextIO, cast
+from typing import cast
 
 from nanovllm_core.anonymous_memory import AnonymousMemory
 from nanovllm_core.cache.host_memory import CopyBatch
@@ -238,7 +237,8 @@ def run_rank(arguments: RankArguments) -> None:
     """Launch the steps that rank 0 plans, until rank 0 sends a stop message or the process of rank 0 ends."""
     ignore_stop_signals()
     exit_with_parent()
-    sys.stderr = _OutputWithoutTerminal(sys.stderr)
+    # Libraries show progress bars only on a terminal.
+    sys.stderr.isatty = lambda: False
     failure = _build_and_follow(arguments)
     arguments.report_pipe.send(failure)
     exit_code = 0 if failure is None else FAILURE_EXIT_CODE
@@ -291,25 +291,6 @@ def follow_plans(runner: Runner, copier: EntryCopier | None, arguments: RankArgu
             runner.launch(*message)
         elif copier is not None:
             copier.launch(message)
-
-
-class _OutputWithoutTerminal(io.TextIOBase):
-    """Writes to another text stream, but is never a terminal, so that libraries show no progress bars."""
-
-    def __init__(self, stream: TextIO):
-        self._stream = stream
-
-    def write(self, text: str, /) -> int:
-        """Write `text`; returns the number of characters."""
-        return self._stream.write(text)
-
-    def flush(self) -> None:
-        """Flush the stream."""
-        self._stream.flush()
-
-    def isatty(self) -> bool:
-        """Return False."""
-        return False
 
 
 def _allow_child_processes() -> None:

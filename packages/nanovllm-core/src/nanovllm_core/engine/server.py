@@ -172,9 +172,8 @@ class EngineServer:
                     client_number = next(self._client_numbers)
                     self._clients_by_number[client_number] = ConnectedClient(identity)
                     self._send(client_number, wire.Ready(self._engine_loop.info, client_number * wire.KEYS_PER_CLIENT))
-                    if client_number in self._clients_by_number:
-                        # An idle engine sends no stats.
-                        self._send(client_number, wire.Step(StepOutputs(), self._engine_loop.emitted_stats))
+                    # An idle engine sends no stats.
+                    self._send(client_number, wire.Step(StepOutputs(), self._engine_loop.emitted_stats))
                 case wire.Submit(key):
                     # Ignore messages of clients that have disconnected.
                     if (client := self._client_of(key)) is not None:
@@ -205,13 +204,11 @@ class EngineServer:
             self._engine_loop.abort(key)
             return
         compile_task.cancel()
-        if self._client_of(key) is not None:
-            self._send(key // wire.KEYS_PER_CLIENT, wire.Compiled(key))
+        self._send(key // wire.KEYS_PER_CLIENT, wire.Compiled(key))
 
     async def _reset_prefix_cache(self, key: int) -> None:
         await self._engine_loop.reset_prefix_cache()
-        if self._client_of(key) is not None:
-            self._send(key // wire.KEYS_PER_CLIENT, wire.PrefixCacheReset(key))
+        self._send(key // wire.KEYS_PER_CLIENT, wire.PrefixCacheReset(key))
 
     async def _compile(self, message: wire.Compile) -> None:
         try:
@@ -237,7 +234,9 @@ class EngineServer:
                 self._send(client_number, wire.Step(outputs_by_client.get(client_number, StepOutputs()), stats))
 
     def _send(self, client_number: int, message: wire.ToClient) -> None:
-        client = self._clients_by_number[client_number]
+        """Send a message, unless the client has disconnected."""
+        if (client := self._clients_by_number.get(client_number)) is None:
+            return
         # Without a high-water mark, the future is done at once.
         future = asyncio.ensure_future(self._socket.send_multipart([client.identity, wire.encode(message)]))
         if future.done() and isinstance(error := future.exception(), zmq.ZMQError) and error.errno == zmq.EHOSTUNREACH:

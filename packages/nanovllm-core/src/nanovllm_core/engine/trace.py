@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Literal
 
@@ -17,6 +17,7 @@ import torch
 from nanovllm_core.cache.prefix_load import PrefixLoad
 from nanovllm_core.errors import ConfigError
 from nanovllm_core.execution.step_handle import StepHandle
+from nanovllm_core.scheduling.plan import ScheduledStep
 from nanovllm_core.transfer.fetches import PrefixFetch
 
 _log = logging.getLogger(__name__)
@@ -127,3 +128,17 @@ class StepTracer:
             arrived=len(fetch.arrived_positions),
             peer_us=round(fetch.peer_s * 1e6, 1),
         )
+
+
+def trace_launch(tracer: StepTracer | None, step: ScheduledStep) -> AbstractContextManager[None]:
+    """Record the launch of a step, which is the duration of this context."""
+    if tracer is None:
+        return nullcontext()
+    predicted_us = round(step.predicted_s * 1e6, 1)
+    name = f"step {step.plan.step_number}"
+    return tracer.file.span("launch", name, **step.work._asdict(), predicted_us=predicted_us)
+
+
+def trace_span(tracer: StepTracer | None, track: Track, step_number: int) -> AbstractContextManager[None]:
+    """Record the duration of this context, which is a part of a step."""
+    return nullcontext() if tracer is None else tracer.file.span(track, f"step {step_number}")
