@@ -166,6 +166,33 @@ async def test_an_engine_whose_step_hangs_fails(hangs_in_launch, depth, toy_spec
         loop._executor.shutdown()
 
 
+async def test_a_cancelled_stop_ends_at_once_and_the_engine_can_be_stopped_again(toy_spec, monkeypatch):
+    engine = await AsyncEngine.start(toy_spec(), EngineConfig(device="cpu", num_blocks=32))
+    launch, has_launched, may_compute = engine._loop._runner.launch, threading.Event(), threading.Event()
+
+    def launch_spy(plan):
+        has_launched.set()
+        may_compute.wait()
+        return launch(plan)
+
+    monkeypatch.setattr(engine._loop._runner, "launch", launch_spy)
+    stream = engine.generate(make_request())
+    next_output = asyncio.ensure_future(anext(stream))
+    try:
+        assert await asyncio.to_thread(has_launched.wait, 30)
+        stop_task = asyncio.create_task(engine.stop())
+        await asyncio.sleep(0)
+        stop_task.cancel()
+        done, _ = await asyncio.wait((stop_task,), timeout=20)
+        assert done
+    finally:
+        may_compute.set()
+    await engine.stop()
+    assert engine.death_reason == "the engine was stopped"
+    await asyncio.wait((next_output,))
+    await stream.aclose()
+
+
 class SlowEvent:
     """An event of a device that works in order. seconds: duration of the work since the previous event."""
 

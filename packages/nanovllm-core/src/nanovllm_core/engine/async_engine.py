@@ -53,7 +53,8 @@ class AsyncEngine(Engine):
     async def stop(self) -> None:
         """Stop once the steps in flight have finished. Open requests fail with EngineDeadError."""
         self._loop.stop()
-        await self._loop_task
+        # If this call is cancelled, `wait` does not cancel the task.
+        await asyncio.wait((self._loop_task,))
 
     async def _run(self) -> None:
         reason = "the engine was stopped"
