@@ -73,7 +73,7 @@ def test_a_program_that_does_not_stop_its_engine_ends(tmp_path):
 
 
 @pytest.mark.parametrize("case", ["idle", "serving, with ranks"])
-def test_a_program_whose_event_loop_ends_before_its_engine_ends(case, tmp_path):
+def test_the_engine_ends_when_its_event_loop_is_closed(case, tmp_path):
     program = tmp_path / "program.py"
     program.write_text(
         "import asyncio, sys, parents\n"
@@ -81,12 +81,14 @@ def test_a_program_whose_event_loop_ends_before_its_engine_ends(case, tmp_path):
         "if __name__ == '__main__':\n"
         "    case = sys.argv[1]\n"
         "    event_loop = asyncio.new_event_loop()\n"
-        "    start = AsyncEngine.start(*parents.load_quickly(1 if case == 'idle' else 2))\n"
+        "    start = AsyncEngine.start(*parents.load_quickly(2 if 'ranks' in case else 1))\n"
         "    engine = event_loop.run_until_complete(start)\n"
-        "    if case != 'idle':\n"
+        "    if 'serving' in case:\n"
         "        stream = engine.generate(Request('r', [1, 2], SamplingParams(max_tokens=200, ignore_eos=True)))\n"
         "        event_loop.run_until_complete(anext(stream))\n"
-        "        event_loop.close()\n"
+        "    event_loop.close()\n"
+        "    # The engine's thread ends although the program continues.\n"
+        "    engine._loop._executor.shutdown()\n"
         "    print('ends')\n"
     )
     env = os.environ | {"PYTHONPATH": str(Path(parents.__file__).parent)}

@@ -3,7 +3,6 @@
 import asyncio
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -41,7 +40,8 @@ PLAN_READY_SHARE = 0.85
 PLANNING_LEAD_S = 0.002
 PLANNING_LEAD_PER_REQUEST_S = 0.001
 POLL_INTERVAL_S = 0.001  # between checks for new requests while a step runs
-IDLE_POLL_INTERVAL_S = 0.1  # between checks, while there is no work, whether the host memory is pinned
+# Between checks, while there is no work, whether the host memory is pinned and whether the event loop is closed.
+IDLE_POLL_INTERVAL_S = 0.1
 _WAITING_STATUSES = (RequestStatus.WAITING_GRAMMAR, RequestStatus.WAITING, RequestStatus.WAITING_KV)
 
 
@@ -156,9 +156,6 @@ class EngineLoop:
         emit: called with the outputs of each step, and with stats about every STATS_INTERVAL_S (None in other calls).
         """
         event_loop = asyncio.get_running_loop()
-        # If the event loop ends without `stop`, the exit of the program waits for the thread.
-        weak_stop = weakref.WeakMethod(self.stop)
-        threading._register_atexit(lambda: (stop := weak_stop()) and stop())  # type: ignore[attr-defined] # noqa: SLF001
         steps_future = event_loop.run_in_executor(self._executor, self._run_steps, event_loop)
         steps_future.add_done_callback(lambda _: self._outbox_changed.set())
         stats_task = asyncio.create_task(self._report_stats(emit))
@@ -185,8 +182,8 @@ class EngineLoop:
                 self._outbox_changed.clear()
             await raise_cause(steps_future, self._ranks)
         finally:
-            stats_task.cancel()
             self.stop()
+            stats_task.cancel()
             try:
                 await end_thread(steps_future, self._executor, self._ranks, is_hanging=self._is_hanging)
             finally:
@@ -249,7 +246,7 @@ class EngineLoop:
                     self._post_outputs(event_loop)
                 if not self._steps_in_flight:
                     self._post(event_loop, StepOutputs())
-                    self._wait_for_work()
+                    self._wait_for_work(event_loop)
                     continue
                 self._unposted_outputs = self._complete_oldest_step()
                 if not self._runner.is_asynchronous:
@@ -272,7 +269,7 @@ class EngineLoop:
                 self._tracer.file.close()
             self._spin_control.close()
 
-    def _wait_for_work(self) -> None:
+    def _wait_for_work(self, event_loop: asyncio.AbstractEventLoop) -> None:
         """Wait for a message while no step is in flight, and process copies meanwhile.
 
         Return early if a request waits, because ended copies may have freed the blocks that it needs.
@@ -281,9 +278,10 @@ class EngineLoop:
             had_copies = self._scheduler.has_copies
             self._advance_copies()
             # When all copies have ended, return, so that the caller posts stats that show all blocks as free.
-            have_copies_ended = had_copies and not self._scheduler.has_copies
-            if self._scheduler.num_waiting or have_copies_ended:
+            if self._scheduler.num_waiting or (had_copies and not self._scheduler.has_copies):
                 break
+            if event_loop.is_closed():
+                self.stop()
         self._inbox_changed.clear()
 
     def _post(self, event_loop: asyncio.AbstractEventLoop, outputs: StepOutputs) -> None:
