@@ -109,14 +109,13 @@ class StepBudget:
             num_tokens = self._size_chunk_within(start, end, self._unfinished_chunk_limit_s)
         return num_tokens
 
-    def add_chunk(self, start: int, end: int, num_tokens: int) -> float:
-        """Add a chunk to the step, and return the chunk's predicted seconds. start, end: see `size_chunk`."""
+    def add_chunk(self, start: int, end: int, num_tokens: int) -> None:
+        """Add a chunk to the step. start, end: see `size_chunk`."""
         work = self._work
         prompt_pairs = work.prompt_pairs + attention_pairs(start, num_tokens)
         self._work = work._replace(num_tokens=work.num_tokens + num_tokens, prompt_pairs=prompt_pairs)
         self._chunks.append((start, num_tokens))
         self._has_unfinished_prompt = start + num_tokens < end
-        return self._model.chunk_seconds(start, num_tokens)
 
     def _size_chunk_within(self, start: int, end: int, limit_s: float) -> int:
         """The number of tokens of the next chunk if the step may take `limit_s`."""

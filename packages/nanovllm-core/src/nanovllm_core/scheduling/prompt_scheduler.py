@@ -31,9 +31,10 @@ MAX_GROUP_IMBALANCE = 4
 
 
 class PromptChunk(NamedTuple):
-    """The part of a prompt that a step computes."""
+    """The part of a prompt that a step computes. start: number of tokens that were computed before."""
 
     row: int
+    start: int
     num_tokens: int
 
 
@@ -98,15 +99,9 @@ class PromptScheduler:
         if oldest.request.num_unfair_steps >= 1 / MIN_OLDEST_SHARE - 1:
             candidates.remove(oldest)
             candidates.insert(0, oldest)
-        chunk_times_s = [self._schedule_chunk(candidate, budgets, prompts) for candidate in candidates]
-        is_served = any(chunk.row == oldest.request.row for chunk in prompts.chunks)
-        group = self._rows.group_of(oldest.request.row)
-        group_time_s = sum(
-            seconds
-            for candidate, seconds in zip(candidates, chunk_times_s, strict=True)
-            if self._rows.group_of(candidate.request.row) == group
-        )
-        is_fair = is_served and chunk_times_s[candidates.index(oldest)] >= MIN_OLDEST_SHARE * group_time_s
+        for candidate in candidates:
+            self._schedule_chunk(candidate, budgets, prompts)
+        is_fair = self._is_fair_to(oldest.request, prompts.chunks)
         oldest.request.num_unfair_steps = 0 if is_fair else oldest.request.num_unfair_steps + 1
         # A step may have space for more than MAX_WAITING_CANDIDATES short prompts, so search for further candidates.
         while may_admit and not all(budget.is_full for budget in budgets) and self._rows.num_free_rows:
@@ -116,36 +111,45 @@ class PromptScheduler:
             if len(prompts.new_rows) == num_admitted:
                 break
 
-    def _schedule_chunk(self, candidate: _Candidate, budgets: Sequence[StepBudget], prompts: ScheduledPrompts) -> float:
-        """Add a chunk of the candidate if possible. Return the chunk's predicted seconds; 0 without a chunk."""
+    def _is_fair_to(self, request: RequestState, chunks: Sequence[PromptChunk]) -> bool:
+        """Whether `request` gets at least MIN_OLDEST_SHARE of the time that its group's chunks take."""
+        group_of = self._rows.group_of
+        seconds_by_row = {
+            row: self._step_time_model.chunk_seconds(start, num_tokens)
+            for row, start, num_tokens in chunks
+            if group_of(row) == group_of(request.row)
+        }
+        own_s = seconds_by_row.get(request.row)
+        return own_s is not None and own_s >= MIN_OLDEST_SHARE * sum(seconds_by_row.values())
+
+    def _schedule_chunk(self, candidate: _Candidate, budgets: Sequence[StepBudget], prompts: ScheduledPrompts) -> None:
+        """Add a chunk of the candidate if possible."""
         request, start, end = candidate
         if (loaded := self._lifecycle.loaded.get(request.key)) is not None:
-            return self._start_in(loaded.group, request, start, budgets[loaded.group], prompts) or 0.0
-        if request.row < 0:
-            return self._start(request, budgets, prompts)
-        budget = budgets[self._rows.group_of(request.row)]
-        num_tokens = budget.size_chunk(start, end)
-        if num_tokens == 0:
-            return 0.0
-        prompts.chunks.append(PromptChunk(request.row, num_tokens))
-        return budget.add_chunk(start, end, num_tokens)
+            self._start_in(loaded.group, request, start, budgets[loaded.group], prompts)
+        elif request.row < 0:
+            self._start(request, budgets, prompts)
+        else:
+            budget = budgets[self._rows.group_of(request.row)]
+            if num_tokens := budget.size_chunk(start, end):
+                prompts.chunks.append(PromptChunk(request.row, start, num_tokens))
+                budget.add_chunk(start, end, num_tokens)
 
-    def _start(self, request: RequestState, budgets: Sequence[StepBudget], prompts: ScheduledPrompts) -> float:
-        """Admit a waiting request if possible. Return the predicted seconds of its first chunk; 0 without a chunk."""
+    def _start(self, request: RequestState, budgets: Sequence[StepBudget], prompts: ScheduledPrompts) -> None:
+        """Admit a waiting request if possible."""
         num_needed_blocks: list[int] = []
         for group in self._rank_groups(request, budgets):
             num_cached_tokens = self._cached_tokens_by_key[request.key][group]
             # A cached prefix is worth waiting for, so do not try groups that have cached less.
             if budgets[group].size_chunk(num_cached_tokens, request.num_tokens) == 0 or self._must_wait(request):
-                return 0.0
-            result = self._admit(request, group, budgets[group], prompts)
-            if not isinstance(result, BlockShortage):
-                return result
-            num_needed_blocks.append(result.num_blocks)
+                return
+            shortage = self._admit(request, group, budgets[group], prompts)
+            if shortage is None:
+                return
+            num_needed_blocks.append(shortage.num_blocks)
         if num_needed_blocks:
             self._needed_blocks_by_key[request.key] = min(num_needed_blocks)
             self._admissions_at_shortage.setdefault(request, self._num_admissions)
-        return 0.0
 
     def _rank_groups(self, request: RequestState, budgets: Sequence[StepBudget]) -> list[int]:
         """The groups with a free row, in the order in which a waiting request should try to start."""
@@ -179,7 +183,7 @@ class PromptScheduler:
 
     def _waiting_candidates(self) -> list[_Candidate]:
         requests = list(self._lifecycle.waiting.peek(MAX_WAITING_CANDIDATES))
-        self._find_blocked_request(num_new_admissions=0)
+        self._find_blocked_request()
         if self._blocked_request is not None and self._blocked_request not in requests:
             # Requests that arrived earlier but were queued later may precede it, and have to wait for it.
             requests.append(self._blocked_request)
@@ -226,9 +230,8 @@ class PromptScheduler:
         blocked = self._blocked_request
         return blocked not in (None, request) and service_class(request) >= service_class(blocked)
 
-    def _find_blocked_request(self, *, num_new_admissions: int) -> None:
-        """Set `_blocked_request`. num_new_admissions: number of admissions since the last call."""
-        self._num_admissions += num_new_admissions
+    def _find_blocked_request(self) -> None:
+        """Set `_blocked_request`. Call after each admission, and when a request may have left the queue."""
         waiting, shortages = self._lifecycle.waiting, self._admissions_at_shortage.items()
         self._admissions_at_shortage = {request: count for request, count in shortages if request in waiting}
         max_count = self._num_admissions - MAX_BYPASSES
@@ -237,36 +240,36 @@ class PromptScheduler:
 
     def _admit(
         self, request: RequestState, group: int, budget: StepBudget, prompts: ScheduledPrompts
-    ) -> float | BlockShortage:
-        """Admit a request to `group`. Returns the first chunk's predicted seconds (0 without a chunk) or a shortage."""
+    ) -> BlockShortage | None:
+        """Admit a request to `group` if possible. Returns a shortage only if `group` has too few free blocks."""
         cache = self._caches[group]
         if cache.should_await_other_load(request):
-            return 0.0
+            return None
         num_cached_tokens = cache.admit(request, keep_watermark=len(self._rows.running_rows(group)) > 0)
         if isinstance(num_cached_tokens, BlockShortage):
             return num_cached_tokens
-        if self._lifecycle.start_load(request, group):
-            self._find_blocked_request(num_new_admissions=1)
-            return 0.0
-        chunk_s = self._start_in(group, request, num_cached_tokens, budget, prompts)
-        if chunk_s is None:
+        if self._lifecycle.start_load(request, group) or self._start_in(
+            group, request, num_cached_tokens, budget, prompts
+        ):
+            self._num_admissions += 1
+            self._find_blocked_request()
+        else:
             cache.release(request)
-            return 0.0
-        self._find_blocked_request(num_new_admissions=1)
-        return chunk_s
+        return None
 
     def _start_in(
         self, group: int, request: RequestState, num_cached_tokens: int, budget: StepBudget, prompts: ScheduledPrompts
-    ) -> float | None:
-        """Start a request that holds its blocks. Returns the first chunk's predicted seconds; None without a chunk."""
+    ) -> bool:
+        """Start a request that holds its blocks, and add its first chunk. Returns False if no chunk fits."""
         num_tokens = budget.size_chunk(num_cached_tokens, request.num_tokens)
         if num_tokens == 0:
-            return None
+            return False
         self._lifecycle.start(request, group, num_cached_tokens)
         prompts.new_rows.append(_make_new_row(request, num_cached_tokens))
         prompts.new_blocks.add(request.row, 0, request.block_ids)
-        prompts.chunks.append(PromptChunk(request.row, num_tokens))
-        return budget.add_chunk(num_cached_tokens, request.num_tokens, num_tokens)
+        prompts.chunks.append(PromptChunk(request.row, num_cached_tokens, num_tokens))
+        budget.add_chunk(num_cached_tokens, request.num_tokens, num_tokens)
+        return True
 
 
 def _make_new_row(request: RequestState, num_computed_tokens: int) -> NewRow:

@@ -18,8 +18,3 @@ def admission_order(request: RequestState) -> SortKey:
 def urgency_order(request: RequestState) -> tuple[int, float]:
     """Sort key of running requests: priority, then arrival."""
     return (request.client_request.priority, request.client_request.arrival_time)
-
-
-def preemption_order(request: RequestState, *, is_prefilling: bool) -> SortKey:
-    """Sort key for preemption. The highest key is preempted first. Prefilling requests have higher keys."""
-    return (int(is_prefilling), *urgency_order(request))

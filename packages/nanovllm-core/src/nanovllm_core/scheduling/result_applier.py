@@ -45,13 +45,12 @@ class ResultApplier:
             self._subtract_rejected_drafts(step, results)
         failures = self._finish_failed_requests(scheduled, results)
         # Requests may have finished after the step was scheduled: discard their results.
-        is_finished = rows.is_finished[scheduled.rows]
         prompt_logprobs = [
             (int(rows.keys[prompt_range.row]), logprobs)
             for prompt_range, logprobs in zip(step.plan.prompt_logprobs_ranges, results.prompt_logprobs, strict=True)
             if not rows.is_finished[prompt_range.row]
         ]
-        new_tokens, stopped_indices = self._cut_at_stop_tokens(self._select_new_tokens(step, results, is_finished))
+        new_tokens, stopped_indices = self._cut_at_stop_tokens(self._select_new_tokens(step, results))
         draft_totals = self._count_drafts(step, results, new_tokens.num_tokens)
         keys = new_tokens.columns.keys
         if len(new_tokens.tokens) > len(keys):
@@ -133,14 +132,12 @@ class ResultApplier:
                     self._lifecycle.finish(request)
         return failures
 
-    def _select_new_tokens(
-        self, step: ScheduledStep, results: StepResults, is_finished: NDArray[np.bool_]
-    ) -> NewTokens:
-        """The new tokens of the unfinished requests. is_finished: bool [n], for each scheduled row."""
-        num_tokens = results.num_tokens
+    def _select_new_tokens(self, step: ScheduledStep, results: StepResults) -> NewTokens:
+        """The new tokens of the unfinished requests."""
+        num_tokens, scheduled = results.num_tokens, step.plan.scheduled
+        is_finished = self._rows.is_finished[scheduled.rows]
         if step.decode_columns is not None and not is_finished.any():
             return NewTokens(step.decode_columns, results.tokens, num_tokens)
-        scheduled = step.plan.scheduled
         is_unfinished = ~is_finished[scheduled.is_sampled]
         columns = self._rows.columns_of(scheduled.rows[scheduled.is_sampled][is_unfinished])
         tokens = results.tokens[np.repeat(is_unfinished, num_tokens)]

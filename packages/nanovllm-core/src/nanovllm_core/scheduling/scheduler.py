@@ -28,7 +28,7 @@ from nanovllm_core.scheduling.plan import (
     StepResults,
 )
 from nanovllm_core.scheduling.prompt_scheduler import PromptChunk, PromptScheduler, ScheduledPrompts
-from nanovllm_core.scheduling.request_order import SortKey, preemption_order, urgency_order
+from nanovllm_core.scheduling.request_order import SortKey, urgency_order
 from nanovllm_core.scheduling.result_applier import ResultApplier
 from nanovllm_core.scheduling.rows import RowTable
 from nanovllm_core.scheduling.step_time import StepTimeModel, StepWork
@@ -280,8 +280,9 @@ class Scheduler:
         return True
 
     def _preemption_order(self, request: RequestState) -> SortKey:
+        """The request with the highest key is preempted first: an unfinished prefill, or the least urgent request."""
         is_prefilling = self.rows.num_tokens[request.row] - self.rows.num_computed_tokens[request.row] > 1
-        return preemption_order(request, is_prefilling=bool(is_prefilling))
+        return (int(is_prefilling), *urgency_order(request))
 
     def _make_step(
         self,
@@ -303,14 +304,13 @@ class Scheduler:
         else:
             scheduled, decode_columns = rows.decode_batch(decode_rows)
         prompt_logprobs_ranges = self._prompt_logprobs_ranges(chunks, len(decode_rows)) if chunks else []
-        chunk_ranges = [(int(rows.num_computed_tokens[row]), num_tokens) for row, num_tokens in chunks]
-        has_only_whole_prompts = bool(chunks) and not any(start for start, length in chunk_ranges if length > 1)
+        has_only_whole_prompts = bool(chunks) and not any(chunk.start for chunk in chunks if chunk.num_tokens > 1)
         row_indices, tokens_per_row, is_sampled = scheduled
         num_computed_tokens = rows.num_computed_tokens[row_indices] + tokens_per_row
         rows.num_computed_tokens[row_indices] = num_computed_tokens
         rows.num_tokens[row_indices] += is_sampled if num_drafts is None else tokens_per_row
         rows.num_steps_in_flight[row_indices] += 1
-        max_group_reqs, work = self._measure_largest_group(decode_works, chunks, chunk_ranges)
+        max_group_reqs, work = self._measure_largest_group(decode_works, chunks)
         proposes, late_draft_entries, has_proposals = False, list[DraftEntryRange](), is_sampled
         if self.draft_planner is not None:
             proposes, late_draft_entries, has_proposals = self.draft_planner.plan_proposals(
@@ -342,31 +342,26 @@ class Scheduler:
         return ScheduledStep(plan, num_computed_tokens, decode_columns, work, predicted_s, has_proposals)
 
     def _measure_largest_group(
-        self, decode_works: Sequence[StepWork], chunks: Sequence[PromptChunk], chunk_ranges: Sequence[tuple[int, int]]
+        self, decode_works: Sequence[StepWork], chunks: Sequence[PromptChunk]
     ) -> tuple[int, StepWork]:
         """The maximum number of requests of a group, and a `StepWork` whose fields are maxima over the groups.
 
         No number includes padding.
-        chunk_ranges: (first position, number of tokens) of each chunk.
         """
         num_reqs, works = [work.num_tokens for work in decode_works], [*decode_works]
         if chunks:
-            ranges_by_group: list[list[tuple[int, int]]] = [[] for _ in works]
-            for chunk, chunk_range in zip(chunks, chunk_ranges, strict=True):
-                ranges_by_group[self.rows.group_of(chunk.row)].append(chunk_range)
-            for group, ranges in enumerate(ranges_by_group):
-                num_tokens, decode_context = works[group].num_tokens, works[group].decode_context
+            for group, work in enumerate(decode_works):
+                ranges = [(start, length) for row, start, length in chunks if self.rows.group_of(row) == group]
                 num_reqs[group] += len(ranges)
-                num_tokens += sum(length for _, length in ranges)
-                works[group] = StepWork(
-                    num_tokens, decode_context, self.limits.attention_estimator.estimate_pairs(ranges)
-                )
+                num_tokens = work.num_tokens + sum(length for _, length in ranges)
+                prompt_pairs = self.limits.attention_estimator.estimate_pairs(ranges)
+                works[group] = work._replace(num_tokens=num_tokens, prompt_pairs=prompt_pairs)
         return max(num_reqs), StepWork(*map(max, zip(*works, strict=True)))
 
     def _scheduled_rows(self, decode_rows: RowIndices, chunks: list[PromptChunk]) -> ScheduledRows:
         # The kernels expect rows with one token first, and prompts without computed tokens last.
         table = self.rows
-        chunks.sort(key=lambda chunk: (chunk.num_tokens != 1, not table.num_computed_tokens[chunk.row]))
+        chunks.sort(key=lambda chunk: (chunk.num_tokens != 1, chunk.start == 0))
         rows = np.concatenate((decode_rows, [chunk.row for chunk in chunks]))
         tokens_per_row = np.concatenate((np.ones(len(decode_rows), np.int64), [chunk.num_tokens for chunk in chunks]))
         is_sampled = table.num_computed_tokens[rows] + tokens_per_row == table.num_tokens[rows]
@@ -378,8 +373,8 @@ class Scheduler:
         requests = self.rows.requests_of(np.array([chunk.row for chunk in chunks], np.int64))
         # Index of the chunk's first token among all tokens of the step.
         first_token_index = num_decodes
-        for (row, num_tokens), request in zip(chunks, requests, strict=True):
-            num_top, num_computed = request.sampling.prompt_logprobs, int(self.rows.num_computed_tokens[row])
+        for (row, num_computed, num_tokens), request in zip(chunks, requests, strict=True):
+            num_top = request.sampling.prompt_logprobs
             # A preempted request recomputes tokens whose log-probabilities are known. Do not score these tokens again.
             num_scored = request.num_scheduled_prompt_logprobs
             num_to_score = min(num_computed + num_tokens - num_scored, request.num_unscheduled_prompt_logprobs)
