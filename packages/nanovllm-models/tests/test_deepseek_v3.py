@@ -107,7 +107,7 @@ def test_block_fp8_checkpoints_give_the_logits_of_the_rounded_twin(tmp_path, ses
     write_twin(tmp_path / "fp8", tmp_path / "twin")
     ours = session_class(nanovllm_models.load(tmp_path / "fp8"))
     layer = ours.model.model.layers[0]
-    for linear in (layer.self_attn.kv_a_proj, layer.self_attn.q_b_proj, layer.self_attn.o_proj, layer.mlp.down_proj):
+    for linear in (layer.self_attn.kv_a_proj, layer.self_attn.q_proj, layer.self_attn.o_proj, layer.mlp.down_proj):
         assert isinstance(linear.weight, BlockFP8Weight)
     twin = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "twin").eval()
     for name, module in twin.named_modules():
@@ -192,6 +192,6 @@ def test_a_config_with_published_head_sizes_runs_with_random_weights(tmp_path, s
     }
     (tmp_path / "config.json").write_text(json.dumps(fields))
     model = session_class(nanovllm_models.load(tmp_path, load_format="dummy"), torch.bfloat16, uses_mtp=True)
-    assert model.model.model.layers[3].self_attn.q_b_proj.weight.data.dtype == fp8.DTYPE
-    assert model.model.model.layers[0].self_attn.kv_b_proj.weight.dtype == torch.bfloat16
+    assert model.model.model.layers[3].self_attn.q_proj.weight.data.dtype == fp8.DTYPE
+    assert model.model.model.layers[0].self_attn.kv_b_proj.by_head.dtype == torch.bfloat16
     assert model.step(PROMPTS)[0].isfinite().all()

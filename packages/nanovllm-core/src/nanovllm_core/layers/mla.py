@@ -12,21 +12,15 @@ from torch import Tensor
 
 from nanovllm_core.layers.linear import ColumnParallelLinear, LinearPart, RowParallelLinear
 from nanovllm_core.layers.norm import RMSNorm
-from nanovllm_core.layers.quantization import (
-    BlockFP8,
-    allocate_fused_weight,
-    block_fp8_slots,
-    find_quantization,
-    randomize_block_fp8,
-)
-from nanovllm_core.layers.weights import WeightedModule, WeightSlot, fill_normal, make_share_copier
+from nanovllm_core.layers.quantization import BlockFP8, find_quantization
+from nanovllm_core.layers.weights import WeightedModule, WeightSlot
 from nanovllm_core.model import BuildContext, ForwardContext, MLASpec
-from nanovllm_core.parallel import ParallelContext, own_slice
+from nanovllm_core.parallel import ParallelContext
 from nanovllm_kernels.attention import AttentionBatch
 from nanovllm_kernels.attention.mla import latent_attention
 from nanovllm_kernels.elementwise import Rotation, latent_rope_and_cache
 from nanovllm_kernels.fp8 import DTYPE
-from nanovllm_kernels.gemm.block_fp8 import GROUP, dequantize
+from nanovllm_kernels.gemm.block_fp8 import GROUP, BlockFP8Weight, dequantize
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,49 +46,28 @@ class LatentAttentionConfig:
     eps: float = 1e-6
 
 
-class LatentExpansion(WeightedModule):
-    """The weight [heads, key_dim + value_dim, latent_dim] that expands a latent to every head's key and value.
+class LatentExpansion(ColumnParallelLinear):
+    """The layer that expands a latent to every head's key and value. Only its weight is used.
 
     Attention multiplies along other dimensions than a linear layer. Therefore the weight is never packed, and a
     quantised weight is dequantised after loading.
+    by_head: the weight, [heads, key_dim + value_dim, latent_dim]; valid after `finish_loading`.
     """
 
+    by_head: Tensor
+
     def __init__(self, config: LatentAttentionConfig, build: BuildContext, quantization: BlockFP8 | None):
-        super().__init__(build)
-        self._num_heads = build.parallel.split_evenly(config.num_heads, "num_attention_heads")
         self._rows_per_head = config.key_dim + config.value_dim
-        self._shape = (config.num_heads * self._rows_per_head, config.latent_dim)
-        num_own_rows = self._num_heads * self._rows_per_head
-        self._own_rows = own_slice(build.parallel, num_own_rows)
-        self._fp8_weight = None
-        if quantization is not None:
-            start = self._own_rows.start
-            self._fp8_weight = allocate_fused_weight([start], [num_own_rows], config.latent_dim, build.device)
-        self.weight = self.allocate(
-            self._num_heads if quantization is None else 0, self._rows_per_head, config.latent_dim
-        )
-
-    def weight_slots(self, layer_name: str) -> Iterator[tuple[str, WeightSlot]]:
-        """Yield the slots that load the weight and the scales of a quantised weight."""
-        if self._fp8_weight is not None:
-            rows, columns = slice(0, self._fp8_weight.data.shape[0]), slice(0, self._shape[1])
-            yield from block_fp8_slots(layer_name, self._shape, self._fp8_weight, rows, self._own_rows, columns)
-        else:
-            copy = make_share_copier(self.weight.flatten(0, 1), self._own_rows)
-            yield f"{layer_name}.weight", WeightSlot(self._shape, copy)
-
-    def randomize(self, generator: torch.Generator) -> None:
-        """Draw normal weights."""
-        if self._fp8_weight is not None:
-            randomize_block_fp8(self._fp8_weight, generator)
-        else:
-            fill_normal(self.weight, generator)
+        part = LinearPart("kv_b_proj", config.num_heads * self._rows_per_head)
+        super().__init__(config.latent_dim, (part,), build, quantization=quantization)
 
     def finish_loading(self) -> None:
-        """Dequantise the weight if it is quantised."""
-        if self._fp8_weight is not None:
-            self.weight = dequantize(self._fp8_weight).to(self.dtype).view(self._num_heads, self._rows_per_head, -1)
-            self._fp8_weight = None
+        """Split the weight by head."""
+        weight = self.weight
+        rows = dequantize(weight).to(self.dtype) if isinstance(weight, BlockFP8Weight) else weight.data
+        self.by_head = rows.view(-1, self._rows_per_head, rows.shape[1])
+        # Free the quantised weight.
+        del self.weight
 
 
 class LatentAttention(WeightedModule):
@@ -124,33 +97,21 @@ class LatentAttention(WeightedModule):
         self._num_heads = build.parallel.split_evenly(config.num_heads, "num_attention_heads")
         self._head_dim = config.key_dim + config.rope_dim
         unsplit_build = replace(build, parallel=ParallelContext())
-        latent_part = LinearPart("kv_a_proj_with_mqa", config.latent_dim + config.rope_dim, config.bias)
-        query_features = config.num_heads * self._head_dim
-        self.q_b_proj: ColumnParallelLinear | None = None
-        self.q_a_layernorm: RMSNorm | None = None
         find_format = partial(find_quantization, quantization, name)
-        if config.query_rank is None:
-            self.q_proj = ColumnParallelLinear(
-                hidden_size,
-                (LinearPart("q_proj", query_features),),
-                build,
-                quantization=find_format("q_proj"),
-            )
-            self.kv_a_proj = ColumnParallelLinear(
-                hidden_size, (latent_part,), unsplit_build, quantization=find_format(latent_part.name)
-            )
-        else:
-            parts = (LinearPart("q_a_proj", config.query_rank, config.bias), latent_part)
-            self.kv_a_proj = ColumnParallelLinear(
-                hidden_size, parts, unsplit_build, quantization=find_format("q_a_proj", latent_part.name)
-            )
-            self.q_a_layernorm = RMSNorm(config.query_rank, config.eps, build)
-            self.q_b_proj = ColumnParallelLinear(
-                config.query_rank,
-                (LinearPart("q_b_proj", query_features),),
-                build,
-                quantization=find_format("q_b_proj"),
-            )
+        # One matmul computes the latents and the compressed queries.
+        latent_parts = [LinearPart("kv_a_proj_with_mqa", config.latent_dim + config.rope_dim, config.bias)]
+        query_part, query_rank = LinearPart("q_proj", config.num_heads * self._head_dim), config.query_rank
+        if query_rank is not None:
+            latent_parts.insert(0, LinearPart("q_a_proj", query_rank, config.bias))
+            query_part = query_part._replace(name="q_b_proj")
+        latent_format = find_format(*(part.name for part in latent_parts))
+        self.kv_a_proj = ColumnParallelLinear(
+            hidden_size, tuple(latent_parts), unsplit_build, quantization=latent_format
+        )
+        self.q_a_layernorm = None if query_rank is None else RMSNorm(query_rank, config.eps, build)
+        self.q_proj = ColumnParallelLinear(
+            query_rank or hidden_size, (query_part,), build, quantization=find_format(query_part.name)
+        )
         self.kv_a_layernorm = RMSNorm(config.latent_dim, config.eps, build)
         self.kv_b_proj = LatentExpansion(config, build, find_format("kv_b_proj"))
         self.o_proj = RowParallelLinear(
@@ -175,11 +136,11 @@ class LatentAttention(WeightedModule):
         norm: None for no norm.
         """
         latents = self.kv_a_proj.forward(x, norm)
-        if self.q_b_proj is None:
+        if self.q_a_layernorm is None:
             return self.q_proj.forward(x, norm), latents
         latents_width = self._config.latent_dim + self._config.rope_dim
         compressed, latents = latents.split((latents.shape[1] - latents_width, latents_width), 1)
-        return self.q_b_proj.forward(compressed, self.q_a_layernorm), latents
+        return self.q_proj.forward(compressed, self.q_a_layernorm), latents
 
     def forward(self, q: Tensor, latents: Tensor, rotation: Rotation, ctx: ForwardContext) -> Tensor:
         """Rotate queries and keys, write latents to the cache, and compute attention. Returns [T, heads * value_dim].
@@ -191,7 +152,7 @@ class LatentAttention(WeightedModule):
         q = q.view(-1, self._num_heads, self._head_dim)
         norm = self.kv_a_layernorm
         latent_rope_and_cache(q, latents, norm.packed_weight, norm.eps, rotation, ctx.slot_mapping, kv_cache, kv_scales)
-        attention = partial(_attend_latents, self.kv_b_proj.weight, kv_cache, kv_scales, self._config.scale)
+        attention = partial(_attend_latents, self.kv_b_proj.by_head, kv_cache, kv_scales, self._config.scale)
         if ctx.launch_attention is None:
             return attention(q, ctx.attention_batch).flatten(1)
         return ctx.launch_attention(attention, q, self._config.value_dim).flatten(1)
@@ -214,8 +175,9 @@ class LatentAttention(WeightedModule):
         if not config.interleaved:
             return
         order = torch.arange(config.rope_dim, device=self.device).view(-1, 2).t().flatten()
-        q_proj = self.q_b_proj or self.q_proj
-        rotated_rows = _view_bytes(q_proj.weight.data).view(self._num_heads, self._head_dim, -1)[:, config.key_dim :]
+        rotated_rows = _view_bytes(self.q_proj.weight.data).view(self._num_heads, self._head_dim, -1)[
+            :, config.key_dim :
+        ]
         rotated_rows.copy_(rotated_rows[:, order])
         for rows in (_view_bytes(self.kv_a_proj.weight.data), self.kv_a_proj.bias):
             if rows is not None:
