@@ -3,7 +3,7 @@
 Source: Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -98,12 +98,15 @@ class ColumnParallelLinear(_Linear):
         self._in_features = in_features
         self._own_rows = [part.own_rows(build.parallel) for part in parts]
         part_sizes = [rows.stop - rows.start for rows in self._own_rows]
+        padded = [part for part, rows in zip(parts, self._own_rows, strict=True) if rows.stop > part.out_features]
         if quantization is None:
             self.weight = PackedWeight(self.allocate(sum(part_sizes), in_features), in_onednn_layout=False)
-            if any(rows.stop > part.out_features for part, rows in zip(parts, self._own_rows, strict=True)):
+            if padded:
                 self.weight.data.zero_()
+        elif padded:
+            part = padded[0]
+            raise ValueError(f"{part.name} has {part.num_groups} heads, which ranks can't split evenly in block FP8")
         else:
-            _check_rows(self._parts, self._own_rows)
             source_starts = [rows.start for rows in self._own_rows]
             self.weight = allocate_fused_weight(source_starts, part_sizes, in_features, build.device)
         # The fused bias is 0 for a part without a bias.
@@ -127,12 +130,6 @@ class ColumnParallelLinear(_Linear):
             if part.bias and self.bias is not None:
                 yield f"{prefix}{part.name}.bias", WeightSlot(shape[:1], make_share_copier(self.bias[rows], own_rows))
             start = rows.stop
-
-
-def _check_rows(parts: Sequence[LinearPart], own_rows: Sequence[slice]) -> None:
-    for part, rows in zip(parts, own_rows, strict=True):
-        if rows.stop > part.out_features:
-            raise ValueError(f"{part.name} has {part.num_groups} heads, which ranks can't split evenly in block FP8")
 
 
 class RowParallelLinear(_Linear):

@@ -22,18 +22,6 @@ from nanovllm_kernels.gemm import PackedWeight, linear, logits, split_float32
 from nanovllm_kernels.gemm.block_fp8 import GROUP, BlockFP8Weight
 from nanovllm_kernels.moe import ChosenExperts, Routing, fused_experts, pack_experts, route
 
-__all__ = [
-    "MLP_LINEAR_NAMES",
-    "ExpertNames",
-    "Experts",
-    "Router",
-    "Routing",
-    "SharedExpertNames",
-    "SparseMLP",
-    "TokenGate",
-    "can_fuse_shared",
-]
-
 # Maximum width per rank of a shared expert that is fused with the routed experts. Fusing only saves a kernel
 # launch, which hardly matters for wider experts.
 MAX_FUSED_SHARED_WIDTH = 1024
