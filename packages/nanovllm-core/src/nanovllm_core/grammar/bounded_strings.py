@@ -18,7 +18,8 @@ With a larger bound, computing each mask of allowed next tokens takes 17 ms.
 import re
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, cast
+
+from nanovllm_core.grammar.schemas.json_values import JSON
 
 BLOCK_LENGTH = 16
 HALF_BLOCK_LENGTH = BLOCK_LENGTH // 2
@@ -42,10 +43,6 @@ _ANY_CHARACTER = (
     r"[\U00000020-\U00000021\U00000023-\U0000005b\U0000005d-\U000007ff\U00000800-\U0000d7ff\U0000e000-\U0000ffff"
     r"\U00010000-\U0010ffff]"
 )
-# Keywords by the kind of their value: one schema, a list of schemas, or a map from names to schemas.
-_SCHEMA_KEYWORDS = ("items", "additionalProperties")
-_LIST_KEYWORDS = ("prefixItems", "anyOf")
-_OBJECT_KEYWORDS = ("properties", "patternProperties", "$defs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,27 +81,21 @@ class BoundedStrings:
     def __bool__(self) -> bool:
         return bool(self._index_by_string)
 
-    def mark_patterns(self, schema: Any) -> Any:
-        """Copy `schema`, and replace patterns that only bound a string's length and characters by marks."""
-        if not isinstance(schema, dict):
-            return schema
-        marked_schema = dict(cast("dict[str, Any]", schema))
-        pattern = marked_schema.get("pattern")
-        if isinstance(pattern, str) and (bounded := parse_bounded_pattern(pattern)) is not None:
-            index = self._index_by_string.setdefault(bounded, len(self._index_by_string))
-            marked_schema["pattern"] = f"^{self._mark}{index}[ab]$"
-        for keyword in _SCHEMA_KEYWORDS:
-            if keyword in marked_schema:
-                marked_schema[keyword] = self.mark_patterns(marked_schema[keyword])
-        for keyword in _LIST_KEYWORDS:
-            if isinstance(schemas := marked_schema.get(keyword), list):
-                marked_schema[keyword] = [self.mark_patterns(item) for item in cast("list[Any]", schemas)]
-        for keyword in _OBJECT_KEYWORDS:
-            if isinstance(schemas := marked_schema.get(keyword), dict):
-                marked_schema[keyword] = {
-                    name: self.mark_patterns(item) for name, item in cast("dict[str, Any]", schemas).items()
-                }
-        return marked_schema
+    def mark_patterns(self, schema: JSON) -> JSON:
+        """Copy `schema`, and replace patterns that only bound a string's length and characters by marks.
+
+        schema: a part of a result of `convert_schema`.
+        """
+        match schema:
+            case list():
+                return [self.mark_patterns(item) for item in schema]
+            case {"pattern": str(pattern)} if (bounded := parse_bounded_pattern(pattern)) is not None:
+                index = self._index_by_string.setdefault(bounded, len(self._index_by_string))
+                return {**schema, "pattern": f"^{self._mark}{index}[ab]$"}
+            case dict() if not isinstance(schema.get("enum"), list):
+                return {name: self.mark_patterns(item) for name, item in schema.items()}
+            case _:
+                return schema
 
     def insert_rules(self, grammar: str) -> str:
         """Replace the marks in `grammar` by rules. Raises ValueError if a mark remains.

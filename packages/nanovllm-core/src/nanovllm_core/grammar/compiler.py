@@ -202,7 +202,7 @@ class Compiler:
             first_mask = np.zeros((1, len(self._usable_token_mask)), np.int32)
             grammar.start().fill_mask(first_mask, 0)
         # C++ exceptions arrive as these types.
-        except (RuntimeError, ValueError, TypeError, RecursionError) as error:
+        except (RuntimeError, ValueError, TypeError) as error:
             raise GrammarError(f"this {_NAME_BY_KIND[spec.kind]} can't be compiled: {_short_message(error)}") from error
         if not first_mask.any():
             raise GrammarError(
@@ -241,14 +241,12 @@ def write_rules(spec: GrammarSpec) -> str | None:
         return None
     try:
         return write_json_rules(spec)
-    except (RuntimeError, ValueError, TypeError, RecursionError) as error:
-        if isinstance(error, GrammarError):
-            raise
+    except (RuntimeError, ValueError, TypeError) as error:
         raise GrammarError(f"this {_NAME_BY_KIND[spec.kind]} can't be compiled: {_short_message(error)}") from error
 
 
 def write_json_rules(spec: GrammarSpec) -> str | None:
-    """Like `write_rules`, but lets ValueError, RuntimeError, TypeError and RecursionError pass to the caller."""
+    """Like `write_rules`, but lets ValueError, RuntimeError and TypeError pass to the caller."""
     import xgrammar
 
     text, bounded_strings = prepare_source(spec)
