@@ -1,5 +1,8 @@
 import asyncio
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 import toy_model
@@ -18,6 +21,37 @@ UNIQUE = {"type": "array", "uniqueItems": True}
 
 def tag(form) -> GrammarSpec:
     return GrammarSpec("structural_tag", json.dumps({"type": "structural_tag", "format": form}))
+
+
+PROGRAM = """
+import json, sys
+from nanovllm_core import GrammarError, GrammarSpec
+from nanovllm_core.grammar.schema_enforcement import convert_grammar
+for schema in json.loads(sys.argv[1]):
+    try:
+        print(convert_grammar(GrammarSpec("json_schema", json.dumps(schema))).spec.source)
+    except GrammarError as error:
+        print(error)
+"""
+
+
+def test_a_schema_has_the_same_result_in_every_process():
+    letters = list("abcdefgh")
+    schemas = [
+        # Regex engines disagree whether "\\d" matches the first constant, which "^b" excludes.
+        {"type": "string", "allOf": [{"pattern": "^b"}, {"pattern": "\\d"}, {"enum": ["a\u0663", "b1"]}]},
+        {"type": "string", "not": {"enum": letters}},
+        {"type": "string", "not": {"not": {"enum": letters}}},
+        {"type": "string", "not": {"allOf": [{"pattern": letter} for letter in letters]}},
+    ]
+    command = [sys.executable, "-c", PROGRAM, json.dumps(schemas)]
+    processes = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONHASHSEED": str(seed)})
+        for seed in range(4)
+    ]
+    results = [process.communicate()[0] for process in processes]
+    assert len(results[0].splitlines()) == len(schemas)
+    assert set(results) == {results[0]}
 
 
 async def test_conversion_does_not_run_in_this_process_and_does_not_block_its_loop(vetter, monkeypatch):

@@ -108,6 +108,6 @@ def _complement_of_number(shape: NumberShape, place: str) -> list[Shape]:
 
 def _complement_of_string(shape: StringShape) -> list[Shape]:
     complement = _complement_of_counts(shape)
-    complement += [StringShape(forbidden_patterns=frozenset({pattern})) for pattern in shape.patterns]
-    complement += [StringShape(patterns=frozenset({pattern})) for pattern in shape.forbidden_patterns]
-    return complement + [ConstantShape(text, equality_key(text)) for text in shape.excluded]
+    complement += [StringShape(forbidden_patterns=frozenset({pattern})) for pattern in sorted(shape.patterns)]
+    complement += [StringShape(patterns=frozenset({pattern})) for pattern in sorted(shape.forbidden_patterns)]
+    return complement + [ConstantShape(text, equality_key(text)) for text in sorted(shape.excluded)]

@@ -291,8 +291,8 @@ class ShapeResolver:
                 return (
                     allows_count(shape, len(value))
                     and value not in shape.excluded
-                    and all(self.is_found(pattern, value, shape) for pattern in shape.patterns)
-                    and not any(self.is_found(pattern, value, shape) for pattern in shape.forbidden_patterns)
+                    and all(self.is_found(pattern, value, shape) for pattern in sorted(shape.patterns))
+                    and not any(self.is_found(pattern, value, shape) for pattern in sorted(shape.forbidden_patterns))
                 )
             case ArrayShape(), list():
                 return self._admits_items(shape, value)

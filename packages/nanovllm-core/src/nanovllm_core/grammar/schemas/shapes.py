@@ -62,6 +62,7 @@ class NumberShape(Shape):
 class StringShape(Shape):
     """Strings of `low` to `high` code points, except the strings in `excluded`.
 
+    The order of a set of strings differs between processes. Sort the sets, so that a schema has the same result in all.
     patterns, forbidden_patterns: a search in the string finds each of `patterns`, and none of `forbidden_patterns`.
     format: value of the keyword `format`. The grammar enforces a known format if the shape has no pattern.
         `ShapeResolver.admits` ignores formats.

@@ -57,7 +57,7 @@ def string_tree(shape: StringShape, place: str, count_steps: search.CountSteps) 
         tree = limited
     if shape.excluded:
         if tree == regex.restrict_characters(regex.ANY_STRING):
-            return exclude_strings(shape.excluded)
+            return exclude_strings(sorted(shape.excluded))
         if any(search.matches_whole(tree, text, count_steps) for text in shape.excluded):
             problem = "can't exclude single strings together with a pattern, format or length"
             raise SchemaError(error_place, "not", problem)
