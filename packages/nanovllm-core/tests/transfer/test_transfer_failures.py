@@ -202,7 +202,7 @@ async def test_a_silent_peer_delays_no_answer_for_long(secret, oracle, monkeypat
 @pytest.mark.usefixtures("long_silence")
 async def test_a_fetch_that_takes_too_long_is_given_up(secret, oracle, monkeypatch):
     monkeypatch.setattr("nanovllm_core.transfer.fetches.MAX_DELAY_S", 0.3)
-    monkeypatch.setattr(LeaseTable, "_take_ready", lambda *_: ([], []))
+    monkeypatch.setattr(LeaseTable, "_take_ready", lambda *_: [])
     async with start_pair(secret) as (prefill, engine):
         assert await generate(engine, make_prompt(0)) == oracle(make_prompt(0), ANSWER_LEN)
         assert outcomes_of(engine) == {"too_slow": 1}

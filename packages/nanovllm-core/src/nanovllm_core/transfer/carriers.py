@@ -47,9 +47,9 @@ class Carrier(ABC):
         stopped. The target slots of a copy in progress must never be used again.
         """
 
-    @abstractmethod
     def close(self) -> None:
-        """Release the resources. Later copies fail."""
+        """Release the carrier's own resources, if it has any. A copy in progress ends first."""
+        return
 
 
 class TcpCarrier(Carrier):
@@ -67,9 +67,6 @@ class TcpCarrier(Carrier):
             if payload is None or payload.nbytes != target.nbytes:
                 raise TransferError("a message lacks bytes of an entry")
             _copy_bytes(payload, target)
-
-    def close(self) -> None:
-        """See `Carrier.close`."""
 
 
 class SharedMemoryCarrier(Carrier):
@@ -105,13 +102,13 @@ class SharedMemoryCarrier(Carrier):
             _copy_bytes(source, target)
 
     def close(self) -> None:
-        """See `Carrier.close`."""
+        """See `Carrier.close`. Later copies fail."""
         # The mapping ends when the last copy in progress has ended.
         self._view = memoryview(b"")
 
 
 class NixlCarrier(Carrier):
-    """Reads the peer's memory with NIXL."""
+    """Reads the peer's memory with NIXL. The agent keeps the peer, because copies may be in progress."""
 
     name = "nixl"
 
@@ -134,10 +131,6 @@ class NixlCarrier(Carrier):
             targets.append((self._memory.slot_address(kind, target_slot), num_bytes, 0))
         if not self._agent.read(self._peer, sources, targets):
             raise TransferError("NIXL could not read the peer's memory")
-
-    def close(self) -> None:
-        """See `Carrier.close`."""
-        # The agent keeps the peer, because copies may be in progress.
 
 
 def make_carrier(

@@ -32,14 +32,12 @@ class LeaseUpdate(NamedTuple):
 
     number: the lease's number.
     entries: entries that the lease newly holds.
-    kinds: the kind of each of these entries.
     num_missing: number of entries that the client does not get; None if more entries may follow.
     serve_s: seconds since the start of the lease.
     """
 
     number: int
     entries: list[ReadyEntry]
-    kinds: list[EntryKind]
     num_missing: int | None
     serve_s: float
 
@@ -146,21 +144,20 @@ class LeaseTable:
         updates: list[LeaseUpdate] = []
         for number, lease in list(self._leases.items()):
             while not lease.has_announced_end:
-                entries, kinds = self._take_ready(lease)
+                entries = self._take_ready(lease)
                 lease.has_announced_end = not lease.unannounced_positions
                 if not entries and not lease.has_announced_end:
                     break
                 num_missing = lease.num_missing if lease.has_announced_end else None
                 serve_s = time.perf_counter() - lease.begin_s
-                updates.append(LeaseUpdate(number, entries, kinds, num_missing, serve_s))
+                updates.append(LeaseUpdate(number, entries, num_missing, serve_s))
             if lease.has_announced_end and not lease.slot_by_position:
                 del self._leases[number]
         return updates
 
-    def _take_ready(self, lease: _Lease) -> tuple[list[ReadyEntry], list[EntryKind]]:
+    def _take_ready(self, lease: _Lease) -> list[ReadyEntry]:
         """Hold entries from the start of `unannounced_positions`, until an entry is not ready or a limit is reached."""
         entries: list[ReadyEntry] = []
-        kinds: list[EntryKind] = []
         num_held_bytes = sum(self._slot_bytes[lease.fetch.entries[position][0]] for position in lease.slot_by_position)
         num_taken, num_update_bytes = 0, 0
         for position in lease.unannounced_positions:
@@ -181,10 +178,9 @@ class LeaseTable:
                 pool.acquire(slot)
                 lease.slot_by_position[position] = slot
                 entries.append(ReadyEntry(position, slot, slot in pool.blocks_with_draft_entries))
-                kinds.append(kind)
             num_taken += 1
         del lease.unannounced_positions[:num_taken]
-        return entries, kinds
+        return entries
 
     def _may_come(self, lease: _Lease, kind: EntryKind, block_hash: bytes) -> bool:
         request = lease.request

@@ -64,7 +64,7 @@ class _OpenFetch:
 
 
 class PeerConnection:
-    """The connection to one engine. is_ready: whether fetches can start. Any thread may read `is_ready`.
+    """The connection to one engine.
 
     on_late_copies: called when copies end after the end of their fetch.
     """
@@ -81,7 +81,6 @@ class PeerConnection:
         on_end: Callable[[PrefixFetch], None],
         on_late_copies: Callable[[PrefixFetch, Sequence[int]], None],
     ):
-        self.is_ready = False
         self._address = address
         self._identity = identity
         self._memory = memory
@@ -92,7 +91,7 @@ class PeerConnection:
         self._on_late_copies = on_late_copies
         self._engine_id = ""
         self._unusable_engine_id = ""  # engine_id of a peer that is not used until it is restarted
-        self._carrier: Carrier | None = None
+        self._carrier: Carrier | None = None  # None until the peer's Welcome, and while the peer is down
         self._heard_s = 0.0
         self._last_error = ""
         self._are_copies_failing = False
@@ -111,9 +110,14 @@ class PeerConnection:
         self._start_task(self._send_hellos())
         self._start_task(self._end_overdue_fetches())
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether fetches can start. Any thread may read this property."""
+        return self._carrier is not None
+
     def start(self, fetch: PrefixFetch) -> None:
         """Start a fetch."""
-        if not self.is_ready or self._carrier is None:
+        if self._carrier is None:
             self._end(fetch, FetchOutcome.PEER_DOWN)
             return
         request = fetch.request
@@ -188,7 +192,7 @@ class PeerConnection:
 
     def _mark_down(self, error: str) -> None:
         """Stop using the peer until its next Welcome."""
-        self.is_ready, self._engine_id = False, ""
+        self._engine_id = ""
         if self._carrier is not None:
             # An ended process's memory must not stay mapped.
             self._carrier.close()
@@ -240,7 +244,6 @@ class PeerConnection:
             _log.info("fetching KV blocks from engine %s by %s", self._address, carrier.name)
         if self._must_reset:
             self.reset_prefix_cache()
-        self.is_ready = True
         for key in welcome.keys:
             if key in self._fetches:
                 self._fetches[key].heard_s = time.monotonic()

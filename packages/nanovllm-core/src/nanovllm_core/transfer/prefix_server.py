@@ -17,7 +17,7 @@ import zmq.asyncio
 import zmq.auth.asyncio
 
 from nanovllm_core.cache.checksum import checksum_of
-from nanovllm_core.cache.host_memory import MARKER_BYTES, HostMemory
+from nanovllm_core.cache.host_memory import MARKER_BYTES, EntryKind, HostMemory
 from nanovllm_core.errors import ConfigError
 from nanovllm_core.transfer.leases import LeaseTable, LeaseUpdate
 from nanovllm_core.transfer.messages import (
@@ -59,9 +59,7 @@ class _ClientLease:
 
     number: int
     client: bytes
-    key: int
-    num_entries: int
-    carrier: str
+    fetch: Fetch
     expiry_s: float
 
 
@@ -138,21 +136,24 @@ class PrefixServer:
         task.add_done_callback(self._tasks.discard)
 
     async def _send_update(self, update: LeaseUpdate) -> None:
-        slots = [self._memory.slot(kind, entry.slot) for kind, entry in zip(update.kinds, update.entries, strict=True)]
+        if (lease := self._lease_by_number.get(update.number)) is None:
+            return
+        fetch = lease.fetch
+        slots = [self._memory.slot(EntryKind(fetch.entries[entry.position][0]), entry.slot) for entry in update.entries]
         checksums = await self._event_loop.run_in_executor(self._executor, _checksums_of, slots)
         # If the lease has ended meanwhile, send nothing: the checksums may come from other entries in its former slots.
-        if (lease := self._lease_by_number.get(update.number)) is None:
+        if update.number not in self._lease_by_number:
             return
         if update.entries:
             entries = [
                 entry._replace(checksum=checksum) for entry, checksum in zip(update.entries, checksums, strict=True)
             ]
-            payloads = slots if lease.carrier == "tcp" else ()
-            self._send(lease.client, Entries(lease.key, entries, update.serve_s), payloads)
+            payloads = slots if fetch.carrier == "tcp" else ()
+            self._send(lease.client, Entries(fetch.key, entries, update.serve_s), payloads)
         if update.num_missing is not None:
-            reason = f"{update.num_missing} of {lease.num_entries} entries are missing" if update.num_missing else ""
-            num_sent = lease.num_entries - update.num_missing
-            self._send(lease.client, FetchEnd(lease.key, num_sent, reason, update.serve_s))
+            num_entries = len(fetch.entries)
+            reason = f"{update.num_missing} of {num_entries} entries are missing" if update.num_missing else ""
+            self._send(lease.client, FetchEnd(fetch.key, num_entries - update.num_missing, reason, update.serve_s))
 
     def _send(self, client: bytes, message: ToClient, payloads: "list[memoryview] | tuple[()]" = ()) -> None:
         # The socket has no high-water mark, so it queues the message at once.
@@ -167,7 +168,7 @@ class PrefixServer:
             self._close_lease(lease)
 
     def _close_lease(self, lease: _ClientLease) -> None:
-        del self._lease_by_client_and_key[lease.client, lease.key]
+        del self._lease_by_client_and_key[lease.client, lease.fetch.key]
         del self._lease_by_number[lease.number]
         self._run_on_engine_thread(partial(self._lease_table.close, lease.number))
 
@@ -212,7 +213,7 @@ class PrefixServer:
         ]
         for lease in leases:
             lease.expiry_s = time.monotonic() + LEASE_S
-        self._send(client, Welcome(self.engine_id, self._memory_description, [lease.key for lease in leases]))
+        self._send(client, Welcome(self.engine_id, self._memory_description, [lease.fetch.key for lease in leases]))
 
     def _open_lease(self, client: bytes, fetch: Fetch) -> None:
         """Serve a fetch. A repeated message changes nothing while the lease lasts."""
@@ -224,8 +225,7 @@ class PrefixServer:
             self._send(client, FetchEnd(fetch.key, 0, "the fetch is invalid", 0.0))
             return
         number = next(self._lease_numbers)
-        expiry_s = time.monotonic() + LEASE_S
-        lease = _ClientLease(number, client, fetch.key, len(fetch.entries), fetch.carrier, expiry_s)
+        lease = _ClientLease(number, client, fetch, time.monotonic() + LEASE_S)
         self._lease_by_client_and_key[client, fetch.key] = self._lease_by_number[number] = lease
         self._run_on_engine_thread(partial(self._lease_table.open, number, fetch))
         if fetch.carrier == "nixl" and self._agent is not None and not self._is_serving_reads:
@@ -235,7 +235,7 @@ class PrefixServer:
     async def _serve_reads(self, agent: NixlAgent) -> None:
         """Let clients read the memory until no lease needs NIXL."""
         try:
-            while any(lease.carrier == "nixl" for lease in self._lease_by_number.values()):
+            while any(lease.fetch.carrier == "nixl" for lease in self._lease_by_number.values()):
                 agent.serve_reads()
                 await asyncio.sleep(SERVE_READS_INTERVAL_S)
         finally:

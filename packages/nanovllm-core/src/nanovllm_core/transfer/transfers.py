@@ -14,7 +14,7 @@ from nanovllm_core.request_state import RequestState
 from nanovllm_core.scheduling.scheduler import Scheduler
 from nanovllm_core.transfer.fetches import FetchCounters, FetchOutcome, FetchPlanner, PrefixFetch
 from nanovllm_core.transfer.leases import LeaseTable
-from nanovllm_core.transfer.nixl import NixlAgent, start_nixl
+from nanovllm_core.transfer.nixl import start_nixl
 from nanovllm_core.transfer.prefix_client import NUM_COPY_THREADS, PeerConnection
 from nanovllm_core.transfer.prefix_server import PrefixServer
 from nanovllm_core.transfer.secret import TransferKeys
@@ -56,14 +56,15 @@ class Transfers:
         slot_bytes = memory.layout.slot_bytes
         self._leases = LeaseTable(scheduler, tier, slot_bytes, vocab_size, max_model_len)
         self._planner = FetchPlanner(scheduler.caches, tier, slot_bytes, config.prefill_peer)
-        agent = self._start_nixl(config, memory)
+        agent, carrier = None, config.transfer_carrier
+        if carrier in ("auto", "nixl"):
+            agent = start_nixl(memory.address, len(memory.view), is_required=carrier == "nixl")
         self._executor = ThreadPoolExecutor(NUM_COPY_THREADS, "nanovllm-fetches")
         self.server: PrefixServer | None = None
         if config.transfer_listen is not None:
             self.server = PrefixServer(
                 config.transfer_listen, keys, identity, memory, agent, self._leases, self._run_on_engine_thread
             )
-        carrier = config.transfer_carrier
         self._peers = {
             address: PeerConnection(
                 address, keys, identity, memory, agent, carrier, self._executor, self._on_fetch_end, self._on_copies_end
@@ -73,12 +74,6 @@ class Transfers:
         self._run_on_event_loop: Callable[[Callable[[], None]], object] = (
             asyncio.get_running_loop().call_soon_threadsafe
         )
-
-    @staticmethod
-    def _start_nixl(config: ResolvedConfig, memory: HostMemory) -> NixlAgent | None:
-        if config.transfer_carrier not in ("auto", "nixl"):
-            return None
-        return start_nixl(memory.address, len(memory.view), is_required=config.transfer_carrier == "nixl")
 
     def close(self) -> None:
         """End all fetches and leases."""
