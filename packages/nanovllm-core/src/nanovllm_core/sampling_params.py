@@ -1,7 +1,7 @@
 """Options for sampling the tokens of one request."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass, field
 
 import msgspec
@@ -91,18 +91,13 @@ class SamplingParams:
     def validate(self, vocab_size: int) -> None:
         """Raises RequestError if a value is invalid."""
         self._validate_numbers()
-        if len(self.logit_bias) > MAX_LOGIT_BIAS_ENTRIES:
-            raise RequestError("logit_bias", f"logit_bias may have at most {MAX_LOGIT_BIAS_ENTRIES} entries")
+        _require_max_length("logit_bias", self.logit_bias, MAX_LOGIT_BIAS_ENTRIES)
         for token, bias in self.logit_bias.items():
             _require_int("logit_bias", token, 0, vocab_size - 1)
             _require_float("logit_bias", bias, -100, 100)
-        if len(self.stop_token_ids) > MAX_STOP_TOKENS:
-            raise RequestError("stop_token_ids", f"stop_token_ids may have at most {MAX_STOP_TOKENS} entries")
+        _require_max_length("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKENS)
         _require_token_ids("stop_token_ids", self.stop_token_ids, vocab_size)
-        if len(self.allowed_token_ids) > MAX_ALLOWED_TOKEN_IDS:
-            raise RequestError(
-                "allowed_token_ids", f"allowed_token_ids may have at most {MAX_ALLOWED_TOKEN_IDS} entries"
-            )
+        _require_max_length("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_TOKEN_IDS)
         _require_token_ids("allowed_token_ids", self.allowed_token_ids, vocab_size)
         if (budget := self.reasoning_budget) is not None:
             _require_int("reasoning_budget", budget.num_tokens, 0, None)
@@ -142,6 +137,11 @@ class SamplingParams:
 def _require_float(name: str, value: float, low: float, high: float) -> None:
     if not (math.isfinite(value) and low <= value <= high):
         raise RequestError(name, f"{name} must be a number from {low:g} to {high:g}, not {value}")
+
+
+def _require_max_length(name: str, values: Sized, max_length: int) -> None:
+    if len(values) > max_length:
+        raise RequestError(name, f"{name} may have at most {max_length} entries")
 
 
 def _require_token_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> None:
