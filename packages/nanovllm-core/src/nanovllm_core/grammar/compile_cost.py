@@ -35,6 +35,7 @@ _RULE = re.compile(rf"^({_NAME}) ::= (.*)$", re.MULTILINE)
 _LITERAL = re.compile(r'"((?:\\.|[^"\\])*)"')
 # A character class (group 1), and whether a loop repeats it (group 2).
 _CLASS = re.compile(r"\[((?:\\.|[^\]\\])*)\](\*)?")
+_LITERAL_OR_CLASS = re.compile(rf"{_LITERAL.pattern}|{_CLASS.pattern}")
 # A class in which this pattern occurs has many characters.
 _WIDE_CLASS = re.compile(r"^\^|\\U\{?0*10|\\u\{?(?:d7ff|ffff|7ff)|\\u\{10ffff|\\U000007ff")
 _REFERENCE = re.compile(_NAME)
@@ -148,15 +149,11 @@ def _make_key_finder(bodies: dict[str, str]) -> Callable[[str], int | str]:
                 references = tuple(find_key(reference) for reference in _REFERENCE.findall(parts))
                 in_progress.pop()
                 keys[name] = hash(
-                    (_REFERENCE.sub("", parts), tuple(_find_literals_and_classes(bodies[name])), references)
+                    (_REFERENCE.sub("", parts), tuple(_LITERAL_OR_CLASS.findall(bodies[name])), references)
                 )
         return keys[name]
 
     return find_key
-
-
-def _find_literals_and_classes(body: str) -> list[str]:
-    return [match[0] for match in re.finditer(rf"{_LITERAL.pattern}|{_CLASS.pattern}", body)]
 
 
 def _count_class_steps(body: str) -> int:

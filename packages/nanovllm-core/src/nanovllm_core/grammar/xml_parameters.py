@@ -4,7 +4,6 @@ The format writes each property of an object as an XML element: strings without 
 No value may contain a tag at which parsers may end the value.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -153,7 +152,8 @@ class _ElementBuilder:
             case {"anyOf": list(branches)}:
                 return [text for branch in branches for text in self._text_formats(branch, place)]
             case {"enum": list(constants)}:
-                return [literal(text) for text in constants if isinstance(text, str) and not _contains_any(text, tags)]
+                texts = [text for text in constants if isinstance(text, str)]
+                return [literal(text) for text in texts if not any(tag in text for tag in tags)]
             case {"type": "string", "pattern": str(pattern)}:
                 return [
                     regex(write_pattern(self._exclude_from_pattern(pattern, place)).removeprefix("^").removesuffix("$"))
@@ -189,10 +189,6 @@ class _ElementBuilder:
         if tree == NO_STRING:
             raise _unsupported_error(f"{place}/pattern")
         return tree
-
-
-def _contains_any(text: str, tags: Sequence[str]) -> bool:
-    return any(tag in text for tag in tags)
 
 
 def _unsupported_error(place: str) -> GrammarError:

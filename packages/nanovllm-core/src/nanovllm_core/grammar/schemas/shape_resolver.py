@@ -1,7 +1,7 @@
 """Finds the shapes of the values that are valid against several schemas. A shape describes values of one JSON type."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import TypeAlias
 
@@ -64,7 +64,7 @@ class ShapeResolver:
         self.document = document
         self._reader = reader
         # The index of an entry is its number. Number 0 is the schema `false`.
-        self._entries: list[LocatedSchema | Negation | None] = [None]
+        self._entries: list[LocatedSchema | Negation] = [replace(document.root, schema=False)]
         # The key of a schema is its `id`, because dicts are not hashable.
         self._entry_numbers: dict[int | Negation, int] = {}
         self._shapes: dict[Conjunction, tuple[Shape, ...]] = {(): ANY_VALUE_SHAPES, FALSE_SCHEMA: ()}
@@ -115,13 +115,10 @@ class ShapeResolver:
 
     def place(self, conjunction: Conjunction) -> str:
         """JSON pointer to the first schema of `conjunction`."""
-        for index in conjunction:
-            entry = self._entries[index]
-            while isinstance(entry, Negation):
-                entry = self._entries[entry.conjunction[0]]
-            if entry is not None:
-                return entry.place
-        return self.document.root.place
+        entry = self._entries[conjunction[0]] if conjunction else self.document.root
+        while isinstance(entry, Negation):
+            entry = self._entries[entry.conjunction[0]]
+        return entry.place
 
     def shapes(self, conjunction: Conjunction) -> tuple[Shape, ...]:
         """The shapes of the values that are valid against all schemas of `conjunction`. Raises SchemaError."""
@@ -134,20 +131,17 @@ class ShapeResolver:
             raise LoopError(self.place(conjunction), "$ref", "leads back to itself without end", is_invalid=True)
         self._conjunctions_in_progress.append(conjunction)
         try:
-            intersection: tuple[Shape, ...] | None = None
-            for index in conjunction:
-                shapes = self._read_shapes(index) if len(conjunction) == 1 else self.shapes((index,))
-                if intersection is not None:
-                    shapes = self.intersect(intersection, shapes, self.place(conjunction))
-                intersection = shapes
+            first_index, *other_indices = conjunction
+            if not other_indices:
+                shapes = self._reader(self, self._entries[first_index])
+            else:
+                shapes = self.shapes((first_index,))
+                for index in other_indices:
+                    shapes = self.intersect(shapes, self.shapes((index,)), self.place(conjunction))
         finally:
             self._conjunctions_in_progress.pop()
-        self._shapes[conjunction] = intersection or ()
-        return self._shapes[conjunction]
-
-    def _read_shapes(self, index: int) -> tuple[Shape, ...]:
-        entry = self._entries[index]
-        return () if entry is None else self._reader(self, entry)
+        self._shapes[conjunction] = shapes
+        return shapes
 
     def intersect(self, first: Sequence[Shape], second: Sequence[Shape], place: str) -> tuple[Shape, ...]:
         """The shapes of the values in both `first` and `second`. Raises SchemaError at `place` for too many shapes."""
@@ -268,11 +262,9 @@ class ShapeResolver:
         is_found_by_all = search.is_found(regex.parse(pattern), text, self.count_steps)
         if not is_found_by_all and search.is_found(regex.parse(pattern, is_permissive=True), text, self.count_steps):
             problem = f"{pattern!r} matches {text!r} in some regex engines only"
-            raise SchemaError(self._pattern_place(shape), "pattern", problem)
+            place = next((place for _, place in shape.places), self.document.root.place)
+            raise SchemaError(place, "pattern", problem)
         return is_found_by_all
-
-    def _pattern_place(self, shape: Shape) -> str:
-        return next((place for _, place in shape.places), self.document.root.place)
 
     def admits(self, conjunction: Conjunction, value: JSON) -> bool:
         """Whether `value` is valid against all schemas of `conjunction`."""
