@@ -205,22 +205,20 @@ class Experts(WeightedModule):
     def weight_slots(self, layer_name: str) -> Iterator[tuple[str, WeightSlot]]:
         """Yield the slots that load three weights per expert, and the scales of quantised weights."""
         w13, w2, scales13, scales2, *_ = self.weights
-        gate_and_up = w13.unflatten(1, (2, -1))
-        width, hidden_size = self._shape
-        up_shape, down_shape = (width, hidden_size), (hidden_size, width)
+        # Tuples (suffix of a name, shape of gate and up in the checkpoint, target of gate and up, target of down).
+        tensors = [("", self._shape, w13.unflatten(1, (2, -1)), w2)]
+        if scales13 is not None and scales2 is not None:
+            width_blocks, hidden_blocks = map(_num_fp8_blocks, self._shape)
+            tensors.append(("_scale_inv", (width_blocks, hidden_blocks), scales13, scales2))
         module_names = [f"{layer_name}.{expert}" for expert in range(self._num_experts)]
         if self._shared_names is not None:
             module_names[-1] = f"{layer_name[: layer_name.rfind('.') + 1]}{self._shared_names.expert}"
         for expert, module_name in enumerate(module_names):
             gate, up, down = (f"{module_name}.{linear_name}.weight" for linear_name in self._names)
-            yield gate, self._make_slot(up_shape, gate_and_up, expert, (0,), 0)
-            yield up, self._make_slot(up_shape, gate_and_up, expert, (1,), 0)
-            yield down, self._make_slot(down_shape, w2, expert, (), 1)
-            if scales13 is not None and scales2 is not None:
-                up_scales_shape, down_scales_shape = _scales_shape(up_shape), _scales_shape(down_shape)
-                yield f"{gate}_scale_inv", self._make_slot(up_scales_shape, scales13, expert, (0,), 0)
-                yield f"{up}_scale_inv", self._make_slot(up_scales_shape, scales13, expert, (1,), 0)
-                yield f"{down}_scale_inv", self._make_slot(down_scales_shape, scales2, expert, (), 1)
+            for suffix, (rows, columns), gate_and_up, down_target in tensors:
+                yield f"{gate}{suffix}", self._make_slot((rows, columns), gate_and_up, expert, (0,), 0)
+                yield f"{up}{suffix}", self._make_slot((rows, columns), gate_and_up, expert, (1,), 0)
+                yield f"{down}{suffix}", self._make_slot((columns, rows), down_target, expert, (), 1)
 
     def _make_slot(
         self, shape: tuple[int, int], target: Tensor, expert: int, part: tuple[int, ...], dim: int
@@ -262,10 +260,6 @@ def _copy_rank_share(target: Tensor, index: tuple[int, ...], dim: int, rank: int
 
 def _num_fp8_blocks(size: int) -> int:
     return -(-size // GROUP)
-
-
-def _scales_shape(weight_shape: tuple[int, int]) -> tuple[int, int]:
-    return _num_fp8_blocks(weight_shape[0]), _num_fp8_blocks(weight_shape[1])
 
 
 class SparseMLP(nn.Module):

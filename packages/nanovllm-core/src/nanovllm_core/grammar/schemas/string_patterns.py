@@ -2,7 +2,6 @@
 
 from bisect import bisect_right
 from collections.abc import Collection
-from dataclasses import dataclass, field
 
 from nanovllm_core.grammar.schemas import regex, search
 from nanovllm_core.grammar.schemas.characters import invert_ranges, normalize_ranges
@@ -15,12 +14,12 @@ from nanovllm_core.grammar.schemas.shapes import StringShape, keyword_place
 MAX_REPETITIONS = 1_000_000
 # Number of characters that each repeated part of a shortened format may have, see `_shorten_format`.
 MIN_PART_LENGTH = 16
-# Maximum depth in characters of the trie in `exclude_strings`.
-MAX_TRIE_DEPTH = 32
-# Maximum number of prefixes in this trie. Compiling a prefix takes 7 ms.
-MAX_TRIE_PREFIXES = 6
+# Maximum length of the prefixes in `exclude_strings`, in characters.
+MAX_PREFIX_LENGTH = 32
+# Maximum number of these prefixes. Compiling a prefix takes 7 ms.
+MAX_PREFIXES = 6
 # The maximum for property names in later objects of a schema, see `MAX_EXACT_OBJECTS` in `undeclared_properties.py`.
-MAX_LATER_TRIE_PREFIXES = 1
+MAX_LATER_PREFIXES = 1
 
 
 def string_pattern(shape: StringShape, place: str, count_steps: search.CountSteps) -> str | None:
@@ -147,43 +146,29 @@ def _limit_varying_part(parts: tuple[regex.Node, ...], low: int, high: int | Non
     return regex.concatenate([*parts[:index], limited, *parts[index + 1 :]])
 
 
-@dataclass(slots=True)
-class _TrieNode:
-    """A node of the trie of excluded strings.
-
-    is_truncated: an excluded string continues below the maximum depth. All strings with this prefix are excluded.
-    """
-
-    is_end: bool = False
-    is_truncated: bool = False
-    children: "dict[str, _TrieNode]" = field(default_factory=dict)
-
-
-def exclude_strings(texts: Collection[str], max_prefixes: int = MAX_TRIE_PREFIXES) -> regex.Node:
+def exclude_strings(texts: Collection[str], max_prefixes: int = MAX_PREFIXES) -> regex.Node:
     """A regex tree that matches all strings except `texts`. It excludes further strings if `texts` are many or long."""
-    max_depth, num_prefixes = 1, 1
-    while max_depth < MAX_TRIE_DEPTH:
-        num_prefixes += len({text[:max_depth] for text in texts if len(text) >= max_depth})
+    max_length, num_prefixes = 1, 1
+    while max_length < MAX_PREFIX_LENGTH:
+        num_prefixes += len({text[:max_length] for text in texts if len(text) >= max_length})
         if num_prefixes > max_prefixes:
             break
-        max_depth += 1
-    root = _TrieNode()
-    for text in texts:
-        node = root
-        for character in text[:max_depth]:
-            node = node.children.setdefault(character, _TrieNode())
-        node.is_end = True
-        node.is_truncated |= len(text) > max_depth
-    return regex.restrict_characters(_strings_outside(root))
+        max_length += 1
+    return regex.restrict_characters(_strings_outside(texts, max_length))
 
 
-def _strings_outside(node: _TrieNode) -> regex.Node:
-    if node.is_truncated:
+def _strings_outside(texts: Collection[str], max_length: int) -> regex.Node:
+    """All strings except `texts`, and except strings that begin with the first `max_length` characters of a text."""
+    if max_length == 0 and any(texts):
         return regex.NO_STRING
-    next_characters = normalize_ranges([(ord(character), ord(character)) for character in node.children])
-    options: list[regex.Node] = [] if node.is_end else [regex.EMPTY_STRING]
+    suffixes_by_character: dict[str, list[str]] = {}
+    for text in texts:
+        if text:
+            suffixes_by_character.setdefault(text[0], []).append(text[1:])
+    next_characters = normalize_ranges([(ord(character), ord(character)) for character in suffixes_by_character])
+    options: list[regex.Node] = [] if "" in texts else [regex.EMPTY_STRING]
     options.append(regex.concatenate([regex.CharacterSet(invert_ranges(next_characters)), regex.ANY_STRING]))
-    for character, child in node.children.items():
+    for character, suffixes in suffixes_by_character.items():
         character_set = regex.CharacterSet(((ord(character), ord(character)),))
-        options.append(regex.concatenate([character_set, _strings_outside(child)]))
+        options.append(regex.concatenate([character_set, _strings_outside(suffixes, max_length - 1)]))
     return options[0] if len(options) == 1 else regex.Alternation(tuple(options))

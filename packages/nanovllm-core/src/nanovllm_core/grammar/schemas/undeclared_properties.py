@@ -13,14 +13,14 @@ from nanovllm_core.grammar.schemas.shapes import (
     keyword_place,
 )
 from nanovllm_core.grammar.schemas.string_patterns import (
-    MAX_LATER_TRIE_PREFIXES,
-    MAX_TRIE_PREFIXES,
+    MAX_LATER_PREFIXES,
+    MAX_PREFIXES,
     exclude_strings,
     string_tree,
 )
 
-# Number of objects with both declared and undeclared properties that may use MAX_TRIE_PREFIXES prefixes in
-# `exclude_strings`. Later objects of a schema use MAX_LATER_TRIE_PREFIXES prefixes, which forbids more names.
+# Number of objects with both declared and undeclared properties that may use MAX_PREFIXES prefixes in
+# `exclude_strings`. Later objects of a schema use MAX_LATER_PREFIXES prefixes, which forbids more names.
 MAX_EXACT_OBJECTS = 4
 
 
@@ -43,7 +43,7 @@ def plan_undeclared_properties(
             return [], [(None, rest)]
         resolver.num_open_objects += 1
         is_later_object = resolver.num_open_objects > MAX_EXACT_OBJECTS
-        names = exclude_strings(declared, MAX_LATER_TRIE_PREFIXES if is_later_object else MAX_TRIE_PREFIXES)
+        names = exclude_strings(declared, MAX_LATER_PREFIXES if is_later_object else MAX_PREFIXES)
         return [], [(write_pattern(names), rest)]
     named: list[tuple[str, Conjunction, bool]] = []
     patterns: list[tuple[str | None, Conjunction]] = []
