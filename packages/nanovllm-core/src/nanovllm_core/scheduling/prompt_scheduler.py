@@ -47,16 +47,15 @@ class ScheduledPrompts(NamedTuple):
 
 
 class _Candidate(NamedTuple):
-    """A prompt that the step may compute.
+    """A request whose prompt the step may compute; after a preemption, also the existing output.
 
+    No step in flight samples a token of the request, so it ends at `request.num_tokens`.
     start: number of computed tokens; for a waiting request, the estimated number of cached tokens in the group with
         the most cached tokens.
-    end: number of tokens of the prompt; after a preemption, also of the existing output.
     """
 
     request: RequestState
     start: int
-    end: int
 
 
 class PromptScheduler:
@@ -124,16 +123,16 @@ class PromptScheduler:
 
     def _schedule_chunk(self, candidate: _Candidate, budgets: Sequence[StepBudget], prompts: ScheduledPrompts) -> None:
         """Add a chunk of the candidate if possible."""
-        request, start, end = candidate
+        request, start = candidate
         if (loaded := self._lifecycle.loaded.get(request.key)) is not None:
             self._start_in(loaded.group, request, start, budgets[loaded.group], prompts)
         elif request.row < 0:
             self._start(request, budgets, prompts)
         else:
             budget = budgets[self._rows.group_of(request.row)]
-            if num_tokens := budget.size_chunk(start, end):
+            if num_tokens := budget.size_chunk(start, request.num_tokens):
                 prompts.chunks.append(PromptChunk(request.row, start, num_tokens))
-                budget.add_chunk(start, end, num_tokens)
+                budget.add_chunk(start, request.num_tokens, num_tokens)
 
     def _start(self, request: RequestState, budgets: Sequence[StepBudget], prompts: ScheduledPrompts) -> None:
         """Admit a waiting request if possible."""
@@ -172,14 +171,11 @@ class PromptScheduler:
         rows = self._rows
         # A request with only one token left to compute is scheduled as a decode, so exclude it.
         prefilling_rows = np.flatnonzero(rows.is_running & (rows.num_tokens - rows.num_computed_tokens > 1))
-        starts, ends = rows.num_computed_tokens[prefilling_rows].tolist(), rows.num_tokens[prefilling_rows].tolist()
-        return list(map(_Candidate, rows.requests_of(prefilling_rows), starts, ends))
+        starts = rows.num_computed_tokens[prefilling_rows].tolist()
+        return list(map(_Candidate, rows.requests_of(prefilling_rows), starts))
 
     def _loaded_candidates(self) -> list[_Candidate]:
-        return [
-            _Candidate(request, num_cached_tokens, request.num_tokens)
-            for request, _, num_cached_tokens in self._lifecycle.loaded.values()
-        ]
+        return [_Candidate(loaded.request, loaded.num_cached_tokens) for loaded in self._lifecycle.loaded.values()]
 
     def _waiting_candidates(self) -> list[_Candidate]:
         requests = list(self._lifecycle.waiting.peek(MAX_WAITING_CANDIDATES))
@@ -208,15 +204,14 @@ class PromptScheduler:
         }
         self._cached_tokens_by_key = estimates
         return [
-            _Candidate(request, max(estimates[request.key]), request.num_tokens)
-            for request in requests
-            if not self._must_wait(request)
+            _Candidate(request, max(estimates[request.key])) for request in requests if not self._must_wait(request)
         ]
 
     def _service_order(self, candidate: _Candidate) -> tuple[tuple[int, int], float, int, float]:
-        request, start, end = candidate
-        remaining_s = self._step_time_model.chunk_seconds(start, end - start)
-        return service_class(request), remaining_s, end - start, request.client_request.arrival_time
+        request, start = candidate
+        num_left_tokens = request.num_tokens - start
+        remaining_s = self._step_time_model.chunk_seconds(start, num_left_tokens)
+        return service_class(request), remaining_s, num_left_tokens, request.client_request.arrival_time
 
     def _must_wait(self, request: RequestState) -> bool:
         """Whether `request` must wait for free blocks, or for a request that too many others have overtaken."""
