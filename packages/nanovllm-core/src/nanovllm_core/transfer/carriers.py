@@ -11,7 +11,7 @@ import numpy as np
 
 from nanovllm_core.cache.host_memory import EntryKind, HostMemory
 from nanovllm_core.config import TransferCarrier
-from nanovllm_core.transfer.messages import RemoteMemory
+from nanovllm_core.transfer.messages import ReadyEntry, RemoteMemory
 from nanovllm_core.transfer.nixl import NixlAgent
 from nanovllm_core.transfer.sockets import MAX_MESSAGE_BYTES
 
@@ -23,13 +23,13 @@ class TransferError(Exception):
 
 
 class PeerCopy(NamedTuple):
-    """One entry to copy from a peer. source_slot, target_slot: slots in the memories of the peer and of this engine.
+    """One entry to copy from a peer. target_slot: slot in the memory of this engine.
 
     payload: the entry's bytes if the connection carries them, else None.
     """
 
+    entry: ReadyEntry
     kind: EntryKind
-    source_slot: int
     target_slot: int
     payload: memoryview | None
 
@@ -62,7 +62,7 @@ class TcpCarrier(Carrier):
 
     def copy(self, copies: Sequence[PeerCopy]) -> None:
         """See `Carrier.copy`."""
-        for kind, _, target_slot, payload in copies:
+        for _, kind, target_slot, payload in copies:
             target = self._memory.slot(kind, target_slot)
             if payload is None or payload.nbytes != target.nbytes:
                 raise TransferError("a message lacks bytes of an entry")
@@ -93,12 +93,12 @@ class SharedMemoryCarrier(Carrier):
 
     def copy(self, copies: Sequence[PeerCopy]) -> None:
         """See `Carrier.copy`."""
-        for kind, source_slot, target_slot, _ in copies:
+        for entry, kind, target_slot, _ in copies:
             target = self._memory.slot(kind, target_slot)
-            start = self._offsets[kind] + (source_slot - 1) * target.nbytes
+            start = self._offsets[kind] + (entry.slot - 1) * target.nbytes
             source = self._view[start : start + target.nbytes]
-            if source_slot < 1 or source.nbytes != target.nbytes:
-                raise TransferError(f"{kind} slot {source_slot} is outside the mapped memory, or the carrier is closed")
+            if entry.slot < 1 or source.nbytes != target.nbytes:
+                raise TransferError(f"{kind} slot {entry.slot} is outside the mapped memory, or the carrier is closed")
             _copy_bytes(source, target)
 
     def close(self) -> None:
@@ -122,10 +122,10 @@ class NixlCarrier(Carrier):
         """See `Carrier.copy`."""
         sources: list[tuple[int, int, int]] = []
         targets: list[tuple[int, int, int]] = []
-        for kind, source_slot, target_slot, _ in copies:
+        for entry, kind, target_slot, _ in copies:
             num_bytes = self._memory.layout.slot_bytes[kind]
-            start = self._remote.offsets[kind] + (source_slot - 1) * num_bytes
-            if source_slot < 1 or start + num_bytes > self._remote.num_bytes:
+            start = self._remote.offsets[kind] + (entry.slot - 1) * num_bytes
+            if entry.slot < 1 or start + num_bytes > self._remote.num_bytes:
                 raise TransferError("the peer named a slot that does not exist")
             sources.append((self._remote.address + start, num_bytes, 0))
             targets.append((self._memory.slot_address(kind, target_slot), num_bytes, 0))

@@ -44,16 +44,17 @@ class LeaseUpdate(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Lease:
-    """A fetch of a client. unannounced_positions: positions of entries not yet announced, in order.
+    """A fetch of a client.
 
     request: computes the prompt; None if nothing is computed.
+    num_settled: number of leading entries that are announced, or that the client does not get.
     num_missing: number of entries that the client does not get.
     """
 
     fetch: Fetch
-    unannounced_positions: list[int]
     begin_s: float
     request: RequestState | None = None
+    num_settled: int = 0
     num_missing: int = 0
     has_announced_end: bool = False
     slot_by_position: dict[int, int] = field(default_factory=dict[int, int])
@@ -85,11 +86,10 @@ class LeaseTable:
 
     def open(self, number: int, fetch: Fetch) -> None:
         """Start to serve a fetch."""
-        lease = _Lease(fetch, list(range(len(fetch.entries))), time.perf_counter())
+        lease = _Lease(fetch, time.perf_counter())
         self._leases[number] = lease
         if len(self._leases) > MAX_LEASES or not self._tier.is_ready:
-            lease.num_missing = len(lease.unannounced_positions)
-            lease.unannounced_positions.clear()
+            lease.num_missing = lease.num_settled = len(fetch.entries)
             return
         is_known = [self._queue_for_host_memory(EntryKind(kind), block_hash) for kind, block_hash in fetch.entries]
         prompt_ids = np.frombuffer(fetch.prompt_ids, np.int32)
@@ -145,7 +145,7 @@ class LeaseTable:
         for number, lease in list(self._leases.items()):
             while not lease.has_announced_end:
                 entries = self._take_ready(lease)
-                lease.has_announced_end = not lease.unannounced_positions
+                lease.has_announced_end = lease.num_settled == len(lease.fetch.entries)
                 if not entries and not lease.has_announced_end:
                     break
                 num_missing = lease.num_missing if lease.has_announced_end else None
@@ -156,11 +156,11 @@ class LeaseTable:
         return updates
 
     def _take_ready(self, lease: _Lease) -> list[ReadyEntry]:
-        """Hold entries from the start of `unannounced_positions`, until an entry is not ready or a limit is reached."""
+        """Hold the next entries, in order, until an entry is not ready or a limit is reached."""
         entries: list[ReadyEntry] = []
         num_held_bytes = sum(self._slot_bytes[lease.fetch.entries[position][0]] for position in lease.slot_by_position)
-        num_taken, num_update_bytes = 0, 0
-        for position in lease.unannounced_positions:
+        num_update_bytes = 0
+        for position in range(lease.num_settled, len(lease.fetch.entries)):
             kind, block_hash = EntryKind(lease.fetch.entries[position][0]), lease.fetch.entries[position][1]
             num_held_bytes += self._slot_bytes[kind]
             num_update_bytes += self._slot_bytes[kind]
@@ -178,8 +178,7 @@ class LeaseTable:
                 pool.acquire(slot)
                 lease.slot_by_position[position] = slot
                 entries.append(ReadyEntry(position, slot, slot in pool.blocks_with_draft_entries))
-            num_taken += 1
-        del lease.unannounced_positions[:num_taken]
+            lease.num_settled += 1
         return entries
 
     def _may_come(self, lease: _Lease, kind: EntryKind, block_hash: bytes) -> bool:

@@ -24,7 +24,6 @@ from nanovllm_core.transfer.messages import (
     Fetch,
     FetchEnd,
     Hello,
-    ReadyEntry,
     Received,
     Refused,
     ResetPrefixCache,
@@ -256,7 +255,6 @@ class PeerConnection:
         open_fetch.heard_s, fetch = time.monotonic(), open_fetch.fetch
         open_fetch.record_serve_time(message.serve_s)
         has_payloads = len(payloads) == len(message.entries)
-        new_entries: list[ReadyEntry] = []
         copies: list[PeerCopy] = []
         # Skip entries of a message that arrives twice. If their first copy failed, this engine computes the entries.
         known_positions = fetch.copying_positions | fetch.arrived_positions | open_fetch.failed_positions
@@ -264,18 +262,15 @@ class PeerConnection:
             if 0 <= entry.position < len(fetch.entries) and entry.position not in known_positions:
                 known_positions.add(entry.position)
                 kind, _, target_slot = fetch.entries[entry.position]
-                new_entries.append(entry)
-                copies.append(PeerCopy(kind, entry.slot, target_slot, payloads[index] if has_payloads else None))
+                copies.append(PeerCopy(entry, kind, target_slot, payloads[index] if has_payloads else None))
         if copies:
-            fetch.copying_positions.update(entry.position for entry in new_entries)
-            self._start_task(self._finish_copies(open_fetch, carrier, new_entries, copies))
+            fetch.copying_positions.update(copy.entry.position for copy in copies)
+            self._start_task(self._finish_copies(open_fetch, carrier, copies))
 
-    async def _finish_copies(
-        self, open_fetch: _OpenFetch, carrier: Carrier, entries: list[ReadyEntry], copies: list[PeerCopy]
-    ) -> None:
+    async def _finish_copies(self, open_fetch: _OpenFetch, carrier: Carrier, copies: list[PeerCopy]) -> None:
         fetch = open_fetch.fetch
         copying = asyncio.get_running_loop().run_in_executor(
-            self._executor, _copy_entries, self._memory, carrier, entries, copies
+            self._executor, _copy_entries, self._memory, carrier, copies
         )
         try:
             intact_positions, error = await asyncio.shield(copying)
@@ -292,14 +287,16 @@ class PeerConnection:
                 "the copy of KV blocks from engine %s failed; they are computed here: %s", self._address, error
             )
         self._are_copies_failing = bool(error)
-        positions = [entry.position for entry in entries]
+        positions = [copy.entry.position for copy in copies]
         fetch.copying_positions.difference_update(positions)
         if self._fetches.get(fetch.request.key) is not open_fetch:
             self._on_late_copies(fetch, positions)
             return
         fetch.arrived_positions.update(intact_positions)
         open_fetch.failed_positions.update(set(positions) - intact_positions)
-        fetch.positions_with_draft_entries.update(entry.position for entry in entries if entry.has_draft_entries)
+        fetch.positions_with_draft_entries.update(
+            copy.entry.position for copy in copies if copy.entry.has_draft_entries
+        )
         self._send(Received(fetch.request.key, positions))
         self._end_if_complete(open_fetch)
 
@@ -317,9 +314,7 @@ class PeerConnection:
             self._end(fetch, FetchOutcome.PARTLY if fetch.arrived_positions else FetchOutcome.NOTHING)
 
 
-def _copy_entries(
-    memory: HostMemory, carrier: Carrier, entries: Sequence[ReadyEntry], copies: Sequence[PeerCopy]
-) -> tuple[set[int], str]:
+def _copy_entries(memory: HostMemory, carrier: Carrier, copies: Sequence[PeerCopy]) -> tuple[set[int], str]:
     """Copy entries. Returns the positions of the entries whose bytes are intact, and an error message or ""."""
     try:
         carrier.copy(copies)
@@ -328,8 +323,8 @@ def _copy_entries(
     except Exception as error:  # noqa: BLE001 (whatever the peer sent, the entries are computed)
         return set(), str(error)
     intact_positions = {
-        entry.position
-        for entry, copy in zip(entries, copies, strict=True)
-        if checksum_of(memory.slot(copy.kind, copy.target_slot)) == entry.checksum
+        copy.entry.position
+        for copy in copies
+        if checksum_of(memory.slot(copy.kind, copy.target_slot)) == copy.entry.checksum
     }
-    return intact_positions, "" if len(intact_positions) == len(entries) else "checksums differ"
+    return intact_positions, "" if len(intact_positions) == len(copies) else "checksums differ"
