@@ -1,7 +1,9 @@
 """Writes plans as a JSON schema that xgrammar enforces. A plan describes constants, or values of one JSON type."""
 
+from collections import Counter
 from collections.abc import Iterator
 from fractions import Fraction
+from itertools import chain
 from typing import TypeAlias
 
 from nanovllm_core.grammar.schemas.document import SchemaError
@@ -58,20 +60,22 @@ def _plan_all(resolver: ShapeResolver, root: Conjunction) -> PlansByConjunction:
         if len(plans_by_conjunction) > MAX_SUBSCHEMAS:
             problem = f"has more than {MAX_SUBSCHEMAS} parts when written out"
             raise SchemaError(resolver.document.root.place, "schema", problem)
-        pending.extend(inner for plan in plans_by_conjunction[conjunction] or () for inner in _inner_conjunctions(plan))
+        pending.extend(_inner_conjunctions(plans_by_conjunction[conjunction]))
     return plans_by_conjunction
 
 
-def _inner_conjunctions(plan: Plan) -> Iterator[Conjunction]:
-    match plan:
-        case ArrayPlan(prefix, rest):
-            yield from prefix
-            yield rest
-        case ObjectPlan(named, name_patterns):
-            yield from (conjunction for _, conjunction, _ in named)
-            yield from (conjunction for _, conjunction in name_patterns)
-        case _:
-            pass
+def _inner_conjunctions(value_plans: tuple[Plan, ...] | None) -> Iterator[Conjunction]:
+    """The conjunctions of the items and properties of the planned values."""
+    for plan in value_plans or ():
+        match plan:
+            case ArrayPlan(prefix, rest):
+                yield from prefix
+                yield rest
+            case ObjectPlan(named, name_patterns):
+                yield from (conjunction for _, conjunction, _ in named)
+                yield from (conjunction for _, conjunction in name_patterns)
+            case _:
+                pass
 
 
 def _find_satisfiable_conjunctions(plans_by_conjunction: PlansByConjunction) -> set[Conjunction]:
@@ -134,11 +138,7 @@ class _SchemaWriter:
         self.depth = 0  # Number of nested subschemas that are being written in place.
         self.plans_by_conjunction = plans_by_conjunction
         self.satisfiable = satisfiable
-        self.num_uses: dict[Conjunction, int] = {}
-        for value_plans in plans_by_conjunction.values():
-            for plan in value_plans or ():
-                for conjunction in _inner_conjunctions(plan):
-                    self.num_uses[conjunction] = self.num_uses.get(conjunction, 0) + 1
+        self.num_uses = Counter(chain.from_iterable(map(_inner_conjunctions, plans_by_conjunction.values())))
         self.definition_names: dict[Conjunction, str] = {}
         self.definitions: dict[str, JSON] = {}
         self.num_unique_anchors = 0
@@ -154,9 +154,7 @@ class _SchemaWriter:
         return schema
 
     def write_subschema(self, conjunction: Conjunction) -> JSON:
-        is_leaf = not any(
-            True for plan in self.plans_by_conjunction[conjunction] or () for _ in _inner_conjunctions(plan)
-        )
+        is_leaf = not any(True for _ in _inner_conjunctions(self.plans_by_conjunction[conjunction]))
         if is_leaf or (self.num_uses[conjunction] == 1 and conjunction != self.root and self.depth < MAX_INLINE_DEPTH):
             self.depth += 1
             schema = self.write_body(conjunction)
