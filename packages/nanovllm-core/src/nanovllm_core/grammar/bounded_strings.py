@@ -144,7 +144,6 @@ class _SharedRules:
         self._max_part_length = 0  # Length of the longest part of a block.
         # Number of characters in the longest chain before each end, by the end's name.
         self._chain_lengths: dict[str, int] = {}
-        self._has_unlimited = False
 
     def write_rule_body(self, bounded: BoundedString) -> str:
         """The body of the rule for one string. The rule does not match the string's quotation marks."""
@@ -166,7 +165,6 @@ class _SharedRules:
     def _write_optional(self, length: int | None) -> tuple[list[str], str]:
         """Returns (elements for up to `length` characters, name of the end of a chain). length: None for no limit."""
         if length is None:
-            self._has_unlimited = True
             return [f"{self._prefix}rest"], "rest"
         num_blocks = max(length - MIN_TAIL_LENGTH, 0) // BLOCK_LENGTH
         tail = length - num_blocks * BLOCK_LENGTH
@@ -193,7 +191,8 @@ class _SharedRules:
             f'{prefix}tail{length} ::= "" | {character} {prefix}tail{length - 1} (= "\\"")'
             for length in range(1, self._max_tail_length + 1)
         ]
-        if self._has_unlimited:
+        # A string without a maximum length has a minimum length (see `parse_bounded_pattern`), and so a chain.
+        if "rest" in self._chain_lengths:
             rules.append(f'{prefix}rest ::= "" | {character} {prefix}rest (= "\\"")')
         for end, max_length in self._chain_lengths.items():
             names = [f"{prefix}{end}", *(f"{prefix}chain{length}_{end}" for length in range(1, max_length + 1))]

@@ -93,15 +93,12 @@ def _find_satisfiable_conjunctions(plans_by_conjunction: PlansByConjunction) -> 
 
 
 def _has_value(plan: Plan, satisfiable: set[Conjunction]) -> bool:
+    if not satisfiable.issuperset(_required_conjunctions(plan)):
+        return False
     match plan:
         case ConstantsPlan(values):
             return bool(values)
-        case ArrayPlan(prefix, rest, low):
-            is_prefix_satisfiable = all(conjunction in satisfiable for conjunction in prefix[:low])
-            return is_prefix_satisfiable and (low <= len(prefix) or rest in satisfiable)
         case ObjectPlan(named, name_patterns, low):
-            if any(conjunction not in satisfiable for _, conjunction, is_required in named if is_required):
-                return False
             num_satisfiable = sum(conjunction in satisfiable for _, conjunction, _ in named)
             return low <= num_satisfiable or any(conjunction in satisfiable for _, conjunction in name_patterns)
         case _:
@@ -121,6 +118,7 @@ def _innermost_without_value(
 
 
 def _required_conjunctions(plan: Plan) -> list[Conjunction]:
+    """The conjunctions of the items and properties that each planned value has."""
     match plan:
         case ArrayPlan(prefix, rest, low):
             return [*prefix[:low], *([rest] if low > len(prefix) else [])]
