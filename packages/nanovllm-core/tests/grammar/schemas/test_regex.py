@@ -140,7 +140,9 @@ def test_braces_without_counts_or_with_too_large_counts_are_literal():
     assert is_found(regex.parse("^a{1,9999999}$"), "a{1,9999999}")
 
 
-@pytest.mark.parametrize("pattern", ["a^b", "a$b", "(^a)*", "a(?!b)c"])
+@pytest.mark.parametrize(
+    "pattern", ["a^b", "a$b", "a^", "$a", "a(b$|c^)", "(^a)*", "a(?!b)c", "(?=^a)b", "^(?!.*a$)", "(?!.*a$).+"]
+)
 def test_assertions_in_the_middle_are_refused(pattern):
     with pytest.raises(regex.RegexError):
         parse_full_match(pattern)

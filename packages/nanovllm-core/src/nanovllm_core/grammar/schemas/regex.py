@@ -310,8 +310,6 @@ def remove_anchors(tree: Node) -> Node:
 
 def _replace_anchors(node: Node, unanchored_end: Node, is_first: bool, is_last: bool) -> Node:
     """Removes anchors, and adds `unanchored_end` at both ends of the whole pattern where `node` has no anchor."""
-    if isinstance(node, Repeat) and _has_anchor(node):
-        raise RegexError("it repeats an assertion")
     if isinstance(node, Alternation) and _has_anchor(node):
         options = (_replace_anchors(option, unanchored_end, is_first, is_last) for option in node.options)
         return Alternation(tuple(options))
@@ -323,16 +321,20 @@ def _replace_anchors(node: Node, unanchored_end: Node, is_first: bool, is_last: 
         end -= 1
     adds_prefix, adds_suffix = is_first and start == 0, is_last and end == len(parts)
     inner: list[Node] = parts[start:end]
-    if inner and adds_prefix and _has_anchor(inner[0]):
+    if inner and adds_prefix and _is_group_with_anchor(inner[0]):
         inner[0] = _replace_anchors(inner[0], unanchored_end, True, adds_suffix and len(inner) == 1)
         adds_suffix = adds_suffix and len(inner) > 1
         adds_prefix = False
-    if inner and adds_suffix and _has_anchor(inner[-1]):
+    if inner and adds_suffix and _is_group_with_anchor(inner[-1]):
         inner[-1] = _replace_anchors(inner[-1], unanchored_end, False, True)
         adds_suffix = False
     if any(_has_anchor(part) for part in inner):
-        raise RegexError("it has an anchor in the middle")
+        raise RegexError("it has an anchor in the middle, in a repetition or in a lookahead")
     return concatenate([unanchored_end] * adds_prefix + inner + [unanchored_end] * adds_suffix)
+
+
+def _is_group_with_anchor(node: Node) -> bool:
+    return isinstance(node, Concatenation | Alternation) and _has_anchor(node)
 
 
 def _has_anchor(node: Node) -> bool:
