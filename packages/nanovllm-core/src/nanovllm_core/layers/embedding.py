@@ -30,10 +30,9 @@ class VocabEmbedding(WeightedModule):
         head_rows_per_rank = -(-vocab_size // build.parallel.size)
         self._rows_per_rank = head_rows_per_rank * build.parallel.num_request_groups
         self.weight = self.allocate(self._rows_per_rank, hidden_size).zero_()
-        has_whole_table = build.parallel.splits_requests
-        self.head_weight = (
-            self.weight[own_slice(build.parallel, head_rows_per_rank)] if has_whole_table else self.weight
-        )
+        self.head_weight = self.weight
+        if build.parallel.splits_requests:
+            self.head_weight = self.weight[own_slice(build.parallel, head_rows_per_rank)]
         self._out_dtype = residual_dtype(build.dtype, build.device, hidden_size)
 
     def forward(self, input_ids: Tensor) -> Tensor:

@@ -103,7 +103,8 @@ class _KeywordReader:
         return self.resolver.conjunction_of(LocatedSchema(value, place, self.resolver.document.base_uri(self.located)))
 
     def single_subschema(self, keyword: str) -> Conjunction:
-        return self.subschema(self.schema[keyword], keyword)
+        """The schema at `keyword`. If the keyword is missing, the schema `true`, which means the same."""
+        return self.subschema(self.schema.get(keyword, True), keyword)
 
     def subschema_list(self, keyword: str) -> list[Conjunction]:
         if keyword not in self.schema:
@@ -261,7 +262,7 @@ class _KeywordReader:
         prefix = self.subschema_list("items") if isinstance(items, list) and items else []
         rest_keyword = "additionalItems" if isinstance(items, list) else "items"
         has_declared_rest = rest_keyword in self.schema
-        rest = self.single_subschema(rest_keyword) if has_declared_rest else ()
+        rest = self.single_subschema(rest_keyword)
         if "prefixItems" in self.schema:
             prefix = self.subschema_list("prefixItems")
         contains = frozenset[Contains]()
@@ -281,7 +282,7 @@ class _KeywordReader:
             patterns[self.read_pattern(text, "patternProperties")] = self.subschema(value, "patternProperties", text)
         required = self.read_strings(self.schema["required"], "required") if "required" in self.schema else ()
         rest = self.single_subschema("additionalProperties") if "additionalProperties" in self.schema else None
-        names = self.single_subschema("propertyNames") if "propertyNames" in self.schema else ()
+        names = self.single_subschema("propertyNames")
         return ObjectShape(tuple(properties.items()), required, tuple(patterns.items()), rest, names, low, high)
 
     def referenced_schema(self, keyword: str) -> Conjunction:
@@ -339,12 +340,12 @@ class _KeywordReader:
         if "if" not in self.schema or not ("then" in self.schema or "else" in self.schema):
             return shapes
         condition = self.single_subschema("if")
-        then_shapes = self.resolver.shapes(condition)
-        if "then" in self.schema:
-            then_shapes = self.intersect(then_shapes, self.resolver.shapes(self.single_subschema("then")))
-        else_shapes = self.complement(condition, "if")
-        if "else" in self.schema:
-            else_shapes = self.intersect(else_shapes, self.resolver.shapes(self.single_subschema("else")))
+        then_shapes = self.intersect(
+            self.resolver.shapes(condition), self.resolver.shapes(self.single_subschema("then"))
+        )
+        else_shapes = self.intersect(
+            self.complement(condition, "if"), self.resolver.shapes(self.single_subschema("else"))
+        )
         return self.intersect(shapes, list(dict.fromkeys([*then_shapes, *else_shapes])))
 
     def apply_unevaluated(self, shapes: tuple[Shape, ...]) -> tuple[Shape, ...]:

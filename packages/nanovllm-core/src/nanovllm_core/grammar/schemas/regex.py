@@ -23,6 +23,7 @@ MAX_PATTERN_LENGTH = 16_384
 MAX_NESTING = 40
 # Maximum estimated number of a pattern's automaton states. A repeated group's states count once per repetition.
 MAX_STATES = 20_000
+QUANTIFIERS: dict[str, tuple[int, int | None]] = {"*": (0, None), "+": (1, None), "?": (0, 1)}
 CONTROL_ESCAPES = {"t": 9, "n": 10, "v": 11, "f": 12, "r": 13}
 HEX = frozenset("0123456789abcdefABCDEF")
 LOW_SURROGATE = re.compile(r"\\u([dD][c-fC-F][\da-fA-F]{2})", re.ASCII)
@@ -153,11 +154,10 @@ class _Parser:
         return parts[0] if len(parts) == 1 else Concatenation(tuple(parts))
 
     def parse_quantifier(self) -> tuple[int, int | None] | None:
-        bounds: tuple[int, int | None] | None = None
-        for symbol, symbol_bounds in (("*", (0, None)), ("+", (1, None)), ("?", (0, 1))):
-            if bounds is None and self.skip(symbol):
-                bounds = symbol_bounds
-        if bounds is None and self.peek() == "{":
+        bounds = QUANTIFIERS.get(self.peek())
+        if bounds is not None:
+            self.position += 1
+        elif self.peek() == "{":
             bounds = self.read_counts()
         if bounds is not None:
             self.skip("?")  # A lazy quantifier matches the same strings as a greedy one.
