@@ -54,6 +54,14 @@ def test_a_schema_has_the_same_result_in_every_process():
     assert set(results) == {results[0]}
 
 
+@pytest.mark.parametrize("keyword", ["$id", "$ref"])
+def test_an_invalid_uri_is_refused_with_its_place(keyword):
+    schema = {"type": "array", "items": {keyword: "http://[::1", "items": {"$id": "x"}}}
+    with pytest.raises(GrammarError, match="must be a valid URI reference") as caught:
+        convert_grammar(GrammarSpec("json_schema", json.dumps(schema)))
+    assert (caught.value.place, caught.value.code) == (f"#/items/{keyword}", "invalid_schema")
+
+
 async def test_conversion_does_not_run_in_this_process_and_does_not_block_its_loop(vetter, monkeypatch):
     vetter.use(monkeypatch)
     cache = Grammars(toy_model.toy_vocabulary, toy_model.VOCAB, (toy_model.EOS,))

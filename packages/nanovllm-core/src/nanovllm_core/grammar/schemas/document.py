@@ -1,7 +1,7 @@
 """Checks the size of a JSON schema, finds its subschemas and resolves its references."""
 
 from dataclasses import dataclass
-from urllib.parse import unquote, urldefrag, urljoin
+from urllib.parse import unquote, urldefrag, urljoin, urlsplit
 
 from nanovllm_core.errors import GrammarError
 from nanovllm_core.grammar.schemas.json_values import JSON
@@ -66,7 +66,7 @@ class Document:
                 continue
             uri = schema.get("$id")
             if isinstance(uri, str) and uri and not uri.startswith("#"):
-                base_uri = urldefrag(urljoin(located.base_uri, uri)).url
+                base_uri, _ = _join_uris(located.base_uri, uri, f"{located.place}/$id", "$id")
                 located = LocatedSchema(schema, located.place, base_uri)
                 self._schema_by_uri.setdefault(base_uri, located)
                 if located.place == self.root.place:
@@ -91,7 +91,7 @@ class Document:
         place = f"{located.place}/{keyword}"
         if not isinstance(reference, str):
             raise SchemaError(place, keyword, "must be a string", is_invalid=True)
-        address, fragment = urldefrag(urljoin(self.base_uri(located), reference))
+        address, fragment = _join_uris(self.base_uri(located), reference, place, keyword)
         if reference.startswith("#"):
             address, fragment = self.base_uri(located), reference[1:]
         resource = self._schema_by_uri.get(address)
@@ -128,6 +128,15 @@ class Document:
                 raise SchemaError(place, keyword, f"leads to nothing: {pointer[:200]!r}", is_invalid=True)
             target_place, base_uri = f"{target_place}/{part}", self._base_uri_by_object_id.get(id(value), base_uri)
         return LocatedSchema(value, target_place, base_uri)
+
+
+def _join_uris(base_uri: str, reference: str, place: str, keyword: str) -> tuple[str, str]:
+    """Returns (URI without its fragment, fragment) of `reference`, the value of `keyword`. Raises SchemaError."""
+    try:
+        urlsplit(reference)  # `urljoin` does not check the reference if `base_uri` is empty.
+        return urldefrag(urljoin(base_uri, reference))
+    except ValueError as error:
+        raise SchemaError(place, keyword, f"must be a valid URI reference: {error}", is_invalid=True) from error
 
 
 def subschemas(located: LocatedSchema) -> list[LocatedSchema]:
