@@ -62,6 +62,13 @@ def test_an_invalid_uri_is_refused_with_its_place(keyword):
     assert (caught.value.place, caught.value.code) == (f"#/items/{keyword}", "invalid_schema")
 
 
+@pytest.mark.parametrize("field", ["begin", "key_end", "end", "tags"])
+def test_an_empty_tag_of_xml_parameters_is_refused(field):
+    form = {**json.loads(XML.source)["format"], field: [""] if field == "tags" else ""}
+    with pytest.raises(GrammarError, match=rf"^the format xml_parameters at #/format is wrong: .*{field}"):
+        convert_grammar(tag(form))
+
+
 async def test_conversion_does_not_run_in_this_process_and_does_not_block_its_loop(vetter, monkeypatch):
     vetter.use(monkeypatch)
     cache = Grammars(toy_model.toy_vocabulary, toy_model.VOCAB, (toy_model.EOS,))

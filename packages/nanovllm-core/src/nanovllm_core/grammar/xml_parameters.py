@@ -4,7 +4,7 @@ The format writes each property of an object as an XML element: strings without 
 No value may contain a tag at which parsers may end the value.
 """
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -34,6 +34,7 @@ MAX_SHOWN_NAME_LENGTH = 80
 KEY_PATTERN = r"[a-zA-Z_][a-zA-Z0-9_]{0,63}"
 # Keywords that this module supports in an object's schema, as `convert_schema` returns it.
 KNOWN_KEYWORDS = frozenset({"type", "properties", "required", "additionalProperties", "$defs", "$anchor"})
+_NonEmpty = Annotated[str, msgspec.Meta(min_length=1)]
 
 
 class XmlParameters(msgspec.Struct, frozen=True, tag_field="type", tag="xml_parameters"):
@@ -46,10 +47,10 @@ class XmlParameters(msgspec.Struct, frozen=True, tag_field="type", tag="xml_para
     place: the schema's place in error messages; None for the JSON pointer to the schema in the structural tag.
     """
 
-    begin: str
-    key_end: str
-    end: str
-    tags: tuple[str, ...]
+    begin: _NonEmpty
+    key_end: _NonEmpty
+    end: _NonEmpty
+    tags: tuple[_NonEmpty, ...]
     wraps_values_in_line_breaks: bool
     json_schema: Any = None
     place: str | None = None
