@@ -72,6 +72,23 @@ def test_a_program_that_does_not_stop_its_engine_ends(tmp_path):
     assert not list(tmp_path.glob("nanovllm-*"))
 
 
+def test_an_engine_that_is_killed_while_it_loads_leaves_no_semaphore(tmp_path):
+    program = (
+        "import pathlib, sys, time, parents\n"
+        "from functools import partial\n"
+        "from nanovllm_core import EngineProcess\n"
+        "begun = pathlib.Path(sys.argv[1])\n"
+        "engine = EngineProcess(partial(parents.load_slowly, begun))\n"
+        "while not begun.exists():\n"
+        "    time.sleep(0.01)\n"
+        "engine.kill()\n"
+    )
+    env = os.environ | {"PYTHONPATH": str(Path(parents.__file__).parent)}
+    command = [sys.executable, "-c", program, tmp_path / "begun"]
+    result = subprocess.run(command, env=env, stderr=subprocess.PIPE, timeout=120, check=True)
+    assert result.stderr == b""  # multiprocessing warns of semaphores that are left
+
+
 @pytest.mark.parametrize("case", ["idle", "serving, with ranks"])
 def test_the_engine_ends_when_its_event_loop_is_closed(case, tmp_path):
     program = tmp_path / "program.py"

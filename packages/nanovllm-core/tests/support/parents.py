@@ -8,13 +8,15 @@ from functools import partial
 from pathlib import Path
 
 from toy_model import toy_spec
+from tqdm import tqdm
 
 from nanovllm_core import EngineClient, EngineConfig, EngineProcess, ModelSpec
 
 
 def load_slowly(begun_path: Path) -> tuple[ModelSpec, EngineConfig]:
-    begun_path.touch()
-    time.sleep(600)
+    with tqdm(disable=True):  # as models do when they load
+        begun_path.touch()
+        time.sleep(600)
     return load_quickly()
 
 

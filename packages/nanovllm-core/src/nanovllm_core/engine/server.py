@@ -54,8 +54,12 @@ def run_engine(load_spec_and_config: SpecAndConfigLoader, endpoint: str, lifelin
     endpoint: ZeroMQ endpoint to bind, in an empty directory. The process removes the directory if the parent has ended.
     lifeline: write end of a pipe, which stays open while this process lives. Clients detect its closing.
     """
+    from tqdm import tqdm
+
     ignore_stop_signals()
     limit_malloc_heaps(NUM_HEAPS)
+    # By default, progress bars create a semaphore, which would remain if this process is killed.
+    tqdm.set_lock(threading.RLock())
     remove_directory = partial(remove_private_directory, endpoint)
     # Watch the parent before the model loads, because loading blocks the event loop for minutes.
     graceful_exit_event = exit_with_parent(remove_directory)
