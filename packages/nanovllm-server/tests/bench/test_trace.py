@@ -1,7 +1,11 @@
 import json
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from nanovllm_core.engine.trace import StepTracer, TraceFile
+from nanovllm_core.transfer.fetches import FetchOutcome
 from nanovllm_server.bench import bench_cli
 
 TRACKS = ("plan", "launch", "device", "output")
@@ -83,6 +87,29 @@ def test_steps_without_all_host_events_are_not_in_the_host_sums(tmp_path):
     assert tracks["host"]["p50"] == 15
     assert tracks["plan"]["steps"] == 2
     assert idle_times is None
+
+
+def test_loads_and_fetches_of_requests_are_left_out(tmp_path):
+    path = tmp_path / "steps.json"
+    tracer = StepTracer(TraceFile(path), torch.device("cpu"))
+    request = SimpleNamespace(client_request=SimpleNamespace(id="r"))
+    load = SimpleNamespace(request=request, begin_s=1.0, num_tokens=32, num_file_tokens=16)
+    fetch = SimpleNamespace(
+        request=request,
+        outcome=FetchOutcome.FETCHED,
+        begin_s=1.0,
+        end_s=2.0,
+        num_tokens=32,
+        entries=[],
+        arrived_positions=set(),
+        peer_s=0.5,
+    )
+    tracer.record_loads([load])
+    tracer.record_fetch(fetch)
+    tracer.file.add_span("launch", "step 0", 1.0, 1.5)
+    tracer.file.close()
+    tracks, _ = run_trace(tmp_path, path)
+    assert {track: times["steps"] for track, times in tracks.items()} == {"host": 1, "launch": 1}
 
 
 @pytest.mark.parametrize(

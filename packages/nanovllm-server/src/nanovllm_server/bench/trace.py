@@ -13,6 +13,8 @@ from nanovllm_server.bench.workload import IntegerRange
 
 # A track is either the device or one activity of the host, such as planning. A track has one time span per step.
 DEVICE_TRACK = "device"
+# These tracks have a time span per request instead, which this command leaves out.
+REQUEST_TRACKS = ("load", "fetch")
 # Value of `TrackTimes.track` in the row that sums each step's times over all tracks except the device.
 HOST_SUM = "host"
 # `IdleTimes.long` counts the idle times above this limit.
@@ -93,7 +95,7 @@ def run(path: Path, step_range: IntegerRange | None, json_path: Path | None) -> 
 
 
 def read_trace(path: Path) -> dict[str, EventByStep]:
-    """Reads the events of each track. Raises BenchError if the file is not a trace."""
+    """Reads the steps' events of each track. Raises BenchError if the file is not a trace."""
     decode = msgspec.json.Decoder(TraceEvent).decode
     track_by_tid: dict[int, str] = {}
     tracks: dict[str, EventByStep] = {}
@@ -109,8 +111,8 @@ def read_trace(path: Path) -> dict[str, EventByStep]:
             event = decode(line.removesuffix(","))
             if event.ph == "M":
                 track_by_tid[event.tid] = str(event.args["name"])
-            else:
-                tracks.setdefault(track_by_tid[event.tid], {})[int(event.name.removeprefix("step "))] = event
+            elif (track := track_by_tid[event.tid]) not in REQUEST_TRACKS:
+                tracks.setdefault(track, {})[int(event.name.removeprefix("step "))] = event
         except (msgspec.DecodeError, KeyError, ValueError) as error:
             raise BenchError(f"{path}, line {line_number}: not what --trace writes ({error})") from error
     return tracks
