@@ -20,15 +20,18 @@ from messages import (
     IS_DRAINING,
     IS_STOPPED,
     NO_DEFAULT_MODEL,
+    PREFILL_ENGINE_DIED,
+    STEP_HANGS,
     TEMPLATE_OMITS_CONTENT,
     WORKER_DIED,
     WORKER_HANGS,
     WORKER_IS_NOT_REPLACED,
 )
 from proxies import DEPLOY, HEADERS, chat, free_port, post_chat, stream_chat
+from toy_model import toy_spec
 
 import nanovllm_models
-from nanovllm_core import ConfigError
+from nanovllm_core import ConfigError, EngineConfig, EngineDeadError
 from nanovllm_core.engine.build import build_loop
 from nanovllm_server.cli import make_parser
 from nanovllm_server.engine_flags import make_engine_config
@@ -62,13 +65,13 @@ QUEUE_IS_FULL = "the queue is full"
 BODY_MEMORY_IS_FULL = "too many large requests arrive at once"
 # Tests in other files of this folder and in tests/server provoke these messages.
 PROVOKED_ELSEWHERE = {BODY_IS_TOO_LARGE, IS_DRAINING, IS_STOPPED, NO_DEFAULT_MODEL, TEMPLATE_OMITS_CONTENT}
-PROVOKED_ELSEWHERE |= {WORKER_HANGS, WORKER_DIED, WORKER_IS_NOT_REPLACED, ENGINE_DIED, RANK_ENDED}
+PROVOKED_ELSEWHERE |= {WORKER_HANGS, WORKER_DIED, WORKER_IS_NOT_REPLACED, ENGINE_DIED, RANK_ENDED, PREFILL_ENGINE_DIED}
 
 
 def test_every_message_of_the_page_is_provoked():
     tables = PAGE[PAGE.index("## The server does not start") : PAGE.index("## Streams")]
     messages = re.findall(r"(?m)^\| (?:\d{3} )?`([^`]+)` \|", tables)
-    provoked = {QUEUE_IS_FULL, BODY_MEMORY_IS_FULL} | PROVOKED_ELSEWHERE
+    provoked = {QUEUE_IS_FULL, BODY_MEMORY_IS_FULL, STEP_HANGS} | PROVOKED_ELSEWHERE
     provoked |= REFUSED_STARTS.keys() | REFUSED_ENGINES.keys() | REFUSED_REQUESTS.keys()
     assert len(messages) == len(set(messages))
     assert set(messages) == provoked
@@ -158,6 +161,14 @@ async def test_engine_that_cannot_start_gives_the_message(default_model, monkeyp
     config = make_engine_config(make_parser().parse_args(REFUSED_ENGINES[message]))
     with pytest.raises(ConfigError, match=message):
         await build_loop(nanovllm_models.load(default_model), config)
+
+
+async def test_hanging_step_gives_the_message(monkeypatch):
+    # Without a time limit, the first check for a hanging step fails, even before the first step.
+    monkeypatch.setattr("nanovllm_core.engine.loop.STEP_TIMEOUT_S", 0.0)
+    loop = await build_loop(toy_spec(), EngineConfig(device="cpu", num_blocks=32))
+    with pytest.raises(EngineDeadError, match=STEP_HANGS):
+        await loop.run(lambda outputs, stats: None)
 
 
 @pytest.mark.slow

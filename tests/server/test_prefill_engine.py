@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from kill_ranks import find_descendants, find_leftovers, read_processes
+from messages import PREFILL_ENGINE_DIED
 
 pytestmark = [pytest.mark.slow, pytest.mark.background]
 
@@ -78,7 +79,7 @@ def test_killed_prefill_engine_is_restarted_while_the_server_answers(run_server,
         assert secret.parent.stat().st_mode & 0o777 == 0o700
         started = wait_for_event(server.errors, "prefill engine started", 1)
         os.kill(started["pid"], signal.SIGKILL)
-        assert wait_for_event(server.errors, "prefill engine died", 1)["restart_delay_s"] == 1
+        assert wait_for_event(server.errors, PREFILL_ENGINE_DIED, 1)["restart_delay_s"] == 1
         # The decode engine has no blocks with this salt and computes the prompts.
         assert {prompt: ask(server.url, prompt, cache_salt="new") for prompt in answers} == answers
         wait_for_event(server.errors, "prefill engine started", 2)

@@ -7,4 +7,6 @@ NO_DEFAULT_MODEL = "no model was named and the package with the default model is
 WORKER_HANGS = "HTTP worker does not respond"
 WORKER_DIED = "HTTP worker died"
 WORKER_IS_NOT_REPLACED = "an HTTP worker can't be replaced"
+STEP_HANGS = "a step has not ended within"
+PREFILL_ENGINE_DIED = "prefill engine died"
 TEMPLATE_OMITS_CONTENT = "chat template leaves out content"
