@@ -1,5 +1,6 @@
 import asyncio
 import errno
+import gc
 import multiprocessing
 import socket
 from collections.abc import Iterator
@@ -77,7 +78,9 @@ async def test_a_replacement_whose_process_can_not_be_started_ends_the_pool(work
         pool.kill()
 
 
-async def test_a_stop_does_not_wait_for_a_replacement_that_starts(worker_arguments):
+async def test_a_stop_neither_waits_for_a_replacement_that_starts_nor_logs_an_error(worker_arguments):
+    errors: list[str] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context["message"]))
     pool = WorkerPool([worker_arguments], timeout_s=60)
     try:
         pool.open()
@@ -90,3 +93,7 @@ async def test_a_stop_does_not_wait_for_a_replacement_that_starts(worker_argumen
         assert multiprocessing.active_children() == []
     finally:
         pool.kill()
+    # asyncio reports an exception that nothing has retrieved when its future is deleted.
+    del pool, first_worker
+    gc.collect()
+    assert errors == []

@@ -94,6 +94,9 @@ class WorkerProcess:
         exit_code = self._process.exitcode
         if not self.ready.done():
             self.ready.set_exception(RuntimeError(f"an HTTP worker died while it was starting (exit code {exit_code})"))
+        if not self.ready.cancelled():
+            # asyncio logs an exception that nothing retrieves. While the server stops, nothing waits for `ready`.
+            self.ready.exception()
         self.exited.set_result(exit_code)
 
 
@@ -174,7 +177,6 @@ class WorkerPool:
             worker.kill()
             # The kill sets an exception on `ready` that names only the exit code: raise a clearer exception.
             await asyncio.wait((worker.ready,))
-            worker.ready.exception()
             raise RuntimeError(f"the replacement of HTTP worker {index} was not ready after {START_TIMEOUT_S:g} s")
         worker.ready.result()
 
