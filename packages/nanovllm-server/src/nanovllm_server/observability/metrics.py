@@ -189,7 +189,7 @@ class Metrics(Collector):
         bounds = [str(float(size)) for size, _ in stats.num_steps_by_size[:-1]]
         counts = accumulate(count for _, count in stats.num_steps_by_size) if stats.num_steps_by_size else [0]
         buckets = list(zip([*bounds, "+Inf"], counts, strict=True))
-        help_text = "Prompt and decode tokens per step."
+        help_text = "Prompt tokens, decode tokens and drafts per step."
         yield self._make_histogram("iteration_tokens_total", help_text, buckets, stats.num_computed_tokens)
         yield self._make_counter(
             "graph_mode",
