@@ -1,8 +1,10 @@
 """Tests collectives on a CPU. Each rank is a process that runs checks of `collective_checks`."""
 
 import multiprocessing
+from types import SimpleNamespace
 
 import pytest
+import torch
 from collective_checks import check_on_cpu, fail_on_last_rank, sleep_on_all_ranks
 from torch.multiprocessing.spawn import ProcessRaisedException
 
@@ -17,6 +19,7 @@ from nanovllm_kernels.collective.policy import (
     choose_one_shot_limit,
     choose_region_bytes,
 )
+from nanovllm_kernels.platform import has_triton
 
 TIMEOUT_S = 300
 
@@ -85,3 +88,22 @@ def test_two_ranks_norm_large_tensors_in_equal_launches(num_rows, num_launches):
     assert rows_per_launch <= 4 * 128
     assert -(-num_rows // rows_per_launch) == num_launches
     assert num_launches == 1 or rows_per_launch % 128 == 0
+
+
+@pytest.mark.skipif(not has_triton(), reason="triton isn't installed here")
+def test_each_column_of_the_benchmark_measures_its_own_kernels(monkeypatch):
+    from nanovllm_kernels.benchmarks import collectives
+    from nanovllm_kernels.collective import peer_collectives
+    from nanovllm_kernels.collective.peer_memory import PeerMemory
+
+    group = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
+    peers = PeerMemory(0, 2, torch.empty(2), torch.empty(MAX_PROGRAMS), MAX_PROGRAMS, choose_region_bytes(2), None)
+    monkeypatch.setattr(collectives, "dist", SimpleNamespace(group=SimpleNamespace(WORLD=group)))
+    monkeypatch.setattr(peer_collectives, "open_peer_memory", lambda *_: peers)
+    monkeypatch.setattr(collectives, "measure_operator", lambda method, *_: method.__self__._policy)
+    figure = next(collectives.measure_operators(torch.device("cpu"), "all_reduce_norm"))
+    has_kernels = {
+        column: (policy.choose_exchange(4096) is not None, policy.choose_two_shot(4096, 2) is not None)
+        for column, policy in figure.microseconds.items()
+    }
+    assert has_kernels == {"one-shot": (True, False), "two-shot": (False, True), "NCCL": (False, False)}

@@ -119,7 +119,7 @@ def measure_operators(device: torch.device, name_part: str) -> Iterator[Collecti
         column: PeerCollectives(
             group,
             peers,
-            LaunchPolicy(peers.size, peers.num_programs, peers.region_bytes, *limits),
+            LaunchPolicy(peers.size, peers.max_programs, peers.region_bytes, *limits),
             TorchCollectives(group) if column == "NCCL" else NoFallback(group),
         )
         for column, limits in LIMITS.items()
