@@ -39,6 +39,21 @@ def test_special_tokens_have_bytes_only_if_they_are_tags_of_chat_formats(tmp_pat
     assert vocabulary.end_ids == (256,)
 
 
+def test_ids_without_a_token_have_no_bytes(tmp_path):
+    from tokenizers import Tokenizer, decoders, models
+
+    from nanovllm_models.token_bytes import BYTE_BY_CHARACTER
+
+    backend = Tokenizer(models.BPE(vocab=BYTE_BY_CHARACTER | {"<|end|>": 259, "<think>": 261}, merges=[]))
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<|end|>"])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    vocabulary = read_vocabulary(tmp_path, (259,))
+    assert vocabulary.tokens[:256] == [bytes([byte]) for byte in range(256)]
+    assert vocabulary.tokens[256:] == [b"", b"", b"", b"", b"", b"<think>"]
+
+
 def test_a_draft_model_with_other_tokens_is_refused(default_model, tmp_path):
     assert nanovllm_models.load(default_model, draft=ModelDirectory(default_model, "own")).draft.name == "own"
     other = tmp_path / "other"

@@ -19,7 +19,9 @@ def read_vocabulary(path: Path, end_ids: tuple[int, ...]) -> Vocabulary:
     """
     backend = load_tokenizer(path).backend
     token_bytes = TokenBytes(backend)
-    tokens = [token_bytes.get(token_id) for token_id in range(backend.get_vocab_size(with_added_tokens=True))]
+    # Some ids may have no token. The largest id then exceeds the number of tokens.
+    largest_id = max(backend.get_vocab(with_added_tokens=True).values())
+    tokens = [token_bytes.get(token_id) for token_id in range(largest_id + 1)]
     tags = _find_format_tags()
     for token_id, added in backend.get_added_tokens_decoder().items():
         if token_id in end_ids or (added.special and added.content not in tags):
