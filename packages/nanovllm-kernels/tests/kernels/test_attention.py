@@ -214,6 +214,19 @@ def test_queries_may_be_strided_views(device, paged_batch, naive_attention):
     check_attention(replace(batch, q=wide[:, 2:6]), naive_attention)
 
 
+@pytest.mark.parametrize("is_fp8", [False, True])
+def test_heads_below_16_match_float64(device, paged_batch, quantized, naive_attention, monkeypatch, is_fp8):
+    if device == "cpu":
+        from triton.runtime.interpreter import interpreter_builder
+
+        # Triton's compiler rejects products with fewer than 16 terms per sum. The interpreter accepts any number.
+        monkeypatch.setitem(interpreter_builder.codegen_fns, "min_dot_size", lambda *_: (1, 1, 16))
+    batch = paged_batch(
+        MIXED_REQUESTS, num_heads=4, num_kv_heads=2, head_dim=8, page_size=16, dtype=torch.float32, device=device
+    )
+    check_attention(quantized(batch) if is_fp8 else batch, naive_attention)
+
+
 def test_heads_larger_than_256_are_rejected(device, paged_batch):
     batch = paged_batch(
         [(1, 4)], num_heads=1, num_kv_heads=1, head_dim=288, page_size=16, dtype=torch.float32, device=device

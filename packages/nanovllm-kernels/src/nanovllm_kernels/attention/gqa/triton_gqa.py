@@ -59,7 +59,7 @@ def attend_to_pages(
         NUM_KV_HEADS=num_kv_heads,
         GROUP_SIZE=group_size,
         HEAD_DIM=head_dim,
-        PADDED_DIM=tile_configs.next_power_of_2(head_dim),
+        PADDED_DIM=max(16, tile_configs.next_power_of_2(head_dim)),
         PAGE_SIZE=page_size,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
