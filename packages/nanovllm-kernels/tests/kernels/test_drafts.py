@@ -97,6 +97,13 @@ def test_padding_that_shares_a_row_proposes_nothing(device):
     assert tokens.tolist() == [[4, 4, 4, 4, 4, 0]]
 
 
+def test_no_request_proposes_nothing(device):
+    tokens, num_computed = ints(device, [4, 4, 4, 0, 0, 0]), ints(device, 2)
+    drafts, num_proposed = OPS.propose_ngrams(ints(device), ints(device), tokens, num_computed, 2, 1, 3)
+    assert (drafts.shape, num_proposed.shape) == ((0, 2), (0,))
+    assert tokens.tolist() == [[4, 4, 4, 0, 0, 0]]
+
+
 @pytest.mark.parametrize("query_lens", [[1], [5, 0, 5, 5, 1, 0], [3, 3, 3, 3], [70, 33, 34, 2]])
 @pytest.mark.parametrize("alphabet", [1, 3])
 def test_small_verifications_match_reference(device, query_lens, alphabet):

@@ -47,7 +47,7 @@ def propose_ngrams(
     """See the package's `propose_ngrams`."""
     tokens, num_computed = tables
     num_reqs, max_len = table_rows.shape[0], tokens.shape[1]
-    num_pieces = min(triton.cdiv(max_len, SEARCH_BLOCK), triton.cdiv(MAX_SEARCH_PROGRAMS, num_reqs))
+    num_pieces = min(triton.cdiv(max_len, SEARCH_BLOCK), triton.cdiv(MAX_SEARCH_PROGRAMS, max(num_reqs, 1)))
     matches = tokens.new_empty((num_reqs, num_pieces), dtype=torch.int64)
     drafts = tokens.new_empty((num_reqs, num_drafts))
     num_proposed = num_computed.new_empty((num_reqs,))
