@@ -76,7 +76,11 @@ class DeepseekV3Config:
 
 
 def parse_config(config: JsonFields) -> DeepseekV3Config:
-    """Parse config.json, with the defaults of transformers. Raises ModelError for a wrong or unsupported value."""
+    """Parse config.json, with the defaults of transformers. Raises ModelError for a wrong or unsupported value.
+
+    Two defaults differ. Without `q_lora_rank`, queries are not compressed. Without `num_nextn_predict_layers`, the
+    model has no MTP layers.
+    """
     for name, supported in {"hidden_act": "silu", "scoring_func": "sigmoid", "topk_method": "noaux_tc"}.items():
         if config.text(name, supported) != supported:
             raise config.error(name, supported)

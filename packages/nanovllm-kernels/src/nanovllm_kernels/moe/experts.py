@@ -55,7 +55,8 @@ class ChosenExperts(NamedTuple):
     """The k experts that `route` chose for each token.
 
     weights: float32 [T, k], factors by which the experts' results are multiplied.
-    ids: int32 [T, k], contiguous. Indices among the experts of all ranks. A token's ids are distinct.
+    ids: int32 [T, k], contiguous. Indices among the experts of all ranks. A token's ids are distinct, unless its logits
+        are NaN.
     """
 
     weights: Tensor
