@@ -153,10 +153,12 @@ def bind(host: str, port: int, num_sockets: int) -> list[socket.socket]:
     except OSError as error:
         for listener in listeners:
             listener.close()
-        raise SettingsError(
-            f"can't listen on {host} port {port}: {error.strerror}; pass another --port or --host"
-        ) from error
+        raise _listen_error(host, port, error) from error
     return listeners
+
+
+def _listen_error(host: str, port: int, error: OSError) -> SettingsError:
+    return SettingsError(f"can't listen on {host} port {port}: {error.strerror}; pass another --port or --host")
 
 
 def _check_port_is_free(family: int, address: Any) -> None:
@@ -270,9 +272,7 @@ async def _serve(
         for listener in listeners:
             listener.listen(BACKLOG)
     except OSError as error:
-        raise SettingsError(
-            f"can't listen on {host} port {port}: {error.strerror}; pass another --port or --host"
-        ) from error
+        raise _listen_error(host, port, error) from error
     workers.open()
     if processes.prefill_engine is not None:
         processes.prefill_engine.keep_running()
