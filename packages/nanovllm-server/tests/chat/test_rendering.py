@@ -4,8 +4,8 @@ import asyncio
 import json
 import threading
 
-import numpy as np
 import pytest
+from template_tokenizers import CONVERSATION, TemplateTokenizer, make_strict_template
 
 from nanovllm_models.chat_formats import HERMES, TOOL_CALL_FORMATS, ChatFormat
 from nanovllm_models.errors import TemplateError, TemplateValueError
@@ -17,96 +17,6 @@ from nanovllm_server.protocol.error import ApiError
 from nanovllm_server.protocol.field_reader import FieldReader
 from nanovllm_server.protocol.messages import Message, PastToolCall, parse_messages
 from nanovllm_server.protocol.template import TemplateOptions
-
-CONVERSATION = (Message(role="developer", content="be brief"), Message(role="user", content="hi"))
-
-
-class TemplateTokenizer:
-    def __init__(self, template):
-        self._template = template
-
-    def encode(self, text, *, add_special_tokens, max_cached_tokens=None):
-        assert not add_special_tokens
-        return np.array([ord(character) for character in text], np.int32)
-
-    def render_chat(self, messages, *, template_values=None, **_):
-        return "".join(self._template(message["role"], message["content"]) for message in messages)
-
-
-def make_strict_template(*known_roles):
-    def template(role, content):
-        if role not in known_roles:
-            raise TemplateError(f"unknown role {role}")
-        return f"<{role}>{content}"
-
-    return template
-
-
-@pytest.mark.parametrize(
-    ("template", "expected"),
-    [
-        (lambda role, content: f"<{role}>{content}", "<system>be brief<user>hi"),
-        (make_strict_template("system", "user"), "<system>be brief<user>hi"),
-        (make_strict_template("system", "user", "developer"), "<developer>be brief<user>hi"),
-        (lambda role, content: f"<{'boss' if role == 'developer' else role}>{content}", "<boss>be brief<user>hi"),
-    ],
-)
-async def test_developer_becomes_system_unless_the_template_supports_it(template, expected):
-    renderer = Renderer(TemplateTokenizer(template))
-    assert (await renderer.render(CONVERSATION)).text == expected
-    renderer.close()
-
-
-class SystemPromptTokenizer(TemplateTokenizer):
-    """Has a template that writes the system messages that `select` returns, before the other messages."""
-
-    def __init__(self, select):
-        super().__init__(lambda role, content: f"<{role}>{content}")
-        self._select = select
-
-    def render_chat(self, messages, **fields):
-        system_messages = [message for message in messages if message["role"] == "system"]
-        other_messages = [message for message in messages if message["role"] != "system"]
-        return super().render_chat([*self._select(system_messages), *other_messages], **fields)
-
-
-def refuse_several(messages):
-    if len(messages) > 1:
-        raise TemplateError("The system message must be the first message.")
-    return messages
-
-
-@pytest.mark.parametrize(
-    ("select", "expected"),
-    [
-        (lambda messages: messages[:1], "<system>a\n\nb<user>hi"),
-        (lambda messages: messages[-1:], "<system>a\n\nb<user>hi"),
-        (refuse_several, "<system>a\n\nb<user>hi"),
-        (list, "<system>a<system>b<user>hi"),
-    ],
-    ids=["first", "last", "one", "all"],
-)
-async def test_first_system_messages_are_joined_if_the_template_writes_one(select, expected):
-    renderer = Renderer(SystemPromptTokenizer(select))
-    messages = [Message(role=role, content=content) for role, content in (("system", "a"), ("developer", "b"))]
-    assert (await renderer.render([*messages, Message(role="user", content="hi")])).text == expected
-    renderer.close()
-
-
-@pytest.mark.parametrize(
-    ("select", "omitted"),
-    [
-        (list, []),
-        (refuse_several, []),
-        (lambda messages: messages[:1], ["all but one system message, if other messages separate them"]),
-    ],
-    ids=["all", "one", "first"],
-)
-def test_omitted_system_messages_are_found(select, omitted):
-    renderer = Renderer(SystemPromptTokenizer(select), HERMES)
-    assert renderer.find_omitted_content() == omitted
-    renderer.close()
-
 
 CONVERSATION_WITH_CALLS = (
     Message(role="user", content="hi"),
