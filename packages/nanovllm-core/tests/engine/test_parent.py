@@ -89,6 +89,27 @@ def test_an_engine_that_is_killed_while_it_loads_leaves_no_semaphore(tmp_path):
     assert result.stderr == b""  # multiprocessing warns of semaphores that are left
 
 
+def test_a_rank_that_is_killed_leaves_no_semaphore():
+    program = (
+        "import asyncio, contextlib, multiprocessing, parents\n"
+        "from dataclasses import replace\n"
+        "from nanovllm_core import AsyncEngine, EngineDeadError\n"
+        "async def run():\n"
+        "    spec, config = parents.load_quickly(num_ranks=2)\n"
+        "    spec = replace(spec, build=parents.build_with_progress_bar)\n"
+        "    engine = await AsyncEngine.start(spec, config)\n"
+        "    (rank,) = multiprocessing.active_children()\n"
+        "    rank.kill()\n"
+        "    with contextlib.suppress(EngineDeadError):\n"
+        "        await engine.stop()\n"
+        "asyncio.run(run())\n"
+    )
+    env = os.environ | {"PYTHONPATH": str(Path(parents.__file__).parent)}
+    command = [sys.executable, "-c", program]
+    result = subprocess.run(command, env=env, stderr=subprocess.PIPE, timeout=120, check=True)
+    assert b"semaphore" not in result.stderr
+
+
 @pytest.mark.parametrize("case", ["idle", "serving, with ranks"])
 def test_the_engine_ends_when_its_event_loop_is_closed(case, tmp_path):
     program = tmp_path / "program.py"

@@ -11,6 +11,7 @@ from toy_model import toy_spec
 from tqdm import tqdm
 
 from nanovllm_core import EngineClient, EngineConfig, EngineProcess, ModelSpec
+from nanovllm_core.model import BuildContext, CausalLM
 
 
 def load_slowly(begun_path: Path) -> tuple[ModelSpec, EngineConfig]:
@@ -18,6 +19,11 @@ def load_slowly(begun_path: Path) -> tuple[ModelSpec, EngineConfig]:
         begun_path.touch()
         time.sleep(600)
     return load_quickly()
+
+
+def build_with_progress_bar(build: BuildContext) -> CausalLM:
+    with tqdm(disable=True):  # as models do when they load
+        return toy_spec().build(build)
 
 
 def load_quickly(num_ranks: int = 1) -> tuple[ModelSpec, EngineConfig]:

@@ -19,6 +19,7 @@ from typing import cast
 from nanovllm_core.anonymous_memory import AnonymousMemory
 from nanovllm_core.cache.host_memory import CopyBatch
 from nanovllm_core.config import ResolvedConfig
+from nanovllm_core.engine import progress_bars
 from nanovllm_core.engine.parent_watch import FAILURE_EXIT_CODE, exit_with_parent
 from nanovllm_core.engine.private_directory import RANKS_PREFIX
 from nanovllm_core.errors import ConfigError, EngineDeadError
@@ -237,7 +238,8 @@ def run_rank(arguments: RankArguments) -> None:
     """Launch the steps that rank 0 plans, until rank 0 sends a stop message or the process of rank 0 ends."""
     ignore_stop_signals()
     exit_with_parent()
-    # Libraries show progress bars only on a terminal.
+    progress_bars.use_thread_lock()
+    # Progress bars are shown only on a terminal. Rank 0 shows them.
     sys.stderr.isatty = lambda: False
     failure = _build_and_follow(arguments)
     arguments.report_pipe.send(failure)

@@ -21,7 +21,7 @@ import zmq
 import zmq.asyncio
 
 from nanovllm_core.config import EngineConfig
-from nanovllm_core.engine import wire
+from nanovllm_core.engine import progress_bars, wire
 from nanovllm_core.engine.parent_watch import FAILURE_EXIT_CODE, exit_with_parent, has_parent_ended
 from nanovllm_core.engine.private_directory import find_private_directory, remove_private_directory
 from nanovllm_core.engine.status import EngineStats
@@ -54,12 +54,9 @@ def run_engine(load_spec_and_config: SpecAndConfigLoader, endpoint: str, lifelin
     endpoint: ZeroMQ endpoint to bind, in an empty directory. The process removes the directory if the parent has ended.
     lifeline: write end of a pipe, which stays open while this process lives. Clients detect its closing.
     """
-    from tqdm import tqdm
-
     ignore_stop_signals()
     limit_malloc_heaps(NUM_HEAPS)
-    # By default, progress bars create a semaphore, which would remain if this process is killed.
-    tqdm.set_lock(threading.RLock())
+    progress_bars.use_thread_lock()
     remove_directory = partial(remove_private_directory, endpoint)
     # Watch the parent before the model loads, because loading blocks the event loop for minutes.
     graceful_exit_event = exit_with_parent(remove_directory)
