@@ -169,9 +169,21 @@ def test_fields_left_out_have_the_defaults_of_transformers(write_config, module,
     path = write_config()
     (path / "config.json").write_text("{}")
     ours, theirs = module.parse_config(read_fields(path / "config.json")), getattr(transformers, config_class)()
-    names = set(ours.__slots__) - {"rotary", "qk_norm", "o_proj_bias", "quantization"} - uncompared_fields
+    own_names = {"max_position", "rotary", "qk_norm", "o_proj_bias", "quantization"}
+    names = set(ours.__slots__) - own_names - uncompared_fields
     assert {name: getattr(ours, name) for name in names} == {name: getattr(theirs, name) for name in names}
+    assert ours.max_position == theirs.max_position_embeddings
     assert ours.rotary.theta == theirs.rope_parameters["rope_theta"]
+
+
+@pytest.mark.parametrize(
+    ("max_position_embeddings", "factor", "max_position"),
+    [(40960, 4.0, 131072), (40960, 1.1, 40960), (65536, 2, 65536)],
+)
+def test_yarn_extends_the_maximum_length(write_config, max_position_embeddings, factor, max_position):
+    scaling = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": 32768}
+    path = write_config(max_position_embeddings=max_position_embeddings, rope_scaling=scaling)
+    assert nanovllm_models.load(path, load_format="dummy").max_position == max_position
 
 
 def test_the_fingerprint_changes_with_the_config_and_the_weights(write_config):

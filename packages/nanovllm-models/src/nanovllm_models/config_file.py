@@ -67,7 +67,7 @@ def parse_rotary(
     """Parse the rotary embeddings: `rope_parameters` of transformers 5, or the older `rope_theta` and `rope_scaling`.
 
     Raises ModelError for a kind of scaling that is not implemented.
-    max_position: maximum length of a sequence, in tokens.
+    max_position: `max_position_embeddings` of config.json.
     default_theta: base of the frequencies if config.json has none.
     head_dim: size of a head if the family may rotate a part of each head; None for other families.
     default_fraction: fraction of each head to rotate if config.json has none.
@@ -88,6 +88,13 @@ def parse_rotary(
             return RotaryConfig(theta, _parse_yarn(config, rope, max_position), fraction)
         case _:
             raise rope.error(type_field, "default, llama3 or yarn")
+
+
+def max_sequence_length(max_position_embeddings: int, rotary: RotaryConfig) -> int:
+    """Return the maximum length of a sequence, in tokens. YaRN may extend `max_position_embeddings`."""
+    if not isinstance(rotary.scaling, YarnScaling):
+        return max_position_embeddings
+    return max(max_position_embeddings, int(rotary.scaling.original_max_position * rotary.scaling.factor))
 
 
 def _parse_rotated_fraction(config: JsonFields, rope: JsonFields, head_dim: int | None, default: float) -> float:

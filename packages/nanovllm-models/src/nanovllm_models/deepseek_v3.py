@@ -23,7 +23,7 @@ from nanovllm_core.layers.rotary import RotaryConfig, RotaryEmbedding, YarnScali
 from nanovllm_core.model import BuildContext, ForwardContext, MLASpec, ModelSpec
 from nanovllm_core.parallel import ParallelContext
 from nanovllm_models.checkpoint import WeightSource
-from nanovllm_models.config_file import parse_quantization, parse_rotary
+from nanovllm_models.config_file import max_sequence_length, parse_quantization, parse_rotary
 from nanovllm_models.fields import JsonFields
 from nanovllm_models.model_spec import DecoderWithHead, make_model_spec
 from nanovllm_models.mtp import has_mtp_heads
@@ -66,7 +66,7 @@ class DeepseekV3Config:
     intermediate_size: int
     num_hidden_layers: int
     num_mtp_layers: int
-    max_position_embeddings: int
+    max_position: int
     rms_norm_eps: float
     rotary: RotaryConfig
     attention: LatentAttentionConfig
@@ -95,7 +95,7 @@ def parse_config(config: JsonFields) -> DeepseekV3Config:
         intermediate_size=config.positive_integer("intermediate_size", 18432),
         num_hidden_layers=config.positive_integer("num_hidden_layers", 61),
         num_mtp_layers=config.non_negative_integer("num_nextn_predict_layers", 0),
-        max_position_embeddings=max_position,
+        max_position=max_sequence_length(max_position, rotary),
         rms_norm_eps=config.positive_number("rms_norm_eps", 1e-6),
         rotary=rotary,
         attention=_parse_attention(config, num_heads, rotary),
@@ -275,7 +275,7 @@ class DeepseekV3Model(nn.Module):
     def __init__(self, config: DeepseekV3Config, build: BuildContext):
         super().__init__()
         rope_dim, num_layers = config.attention.rope_dim, config.num_hidden_layers
-        self._rotary = RotaryEmbedding(config.rotary, rope_dim, config.max_position_embeddings, build.device)
+        self._rotary = RotaryEmbedding(config.rotary, rope_dim, config.max_position, build.device)
         self.embed_tokens = VocabEmbedding(config.vocab_size, config.hidden_size, build)
         decoder_layers = [DeepseekV3Layer(config, index, build) for index in range(num_layers)]
         mtp_indices = range(num_layers, num_layers + config.num_mtp_layers)

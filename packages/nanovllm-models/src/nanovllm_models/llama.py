@@ -23,7 +23,7 @@ from nanovllm_core.layers.residual import ResidualStream
 from nanovllm_core.layers.rotary import RotaryConfig, RotaryEmbedding, Rotation
 from nanovllm_core.model import BuildContext, ForwardContext, ModelSpec, PagedSpec
 from nanovllm_models.checkpoint import WeightSource
-from nanovllm_models.config_file import DEFAULT_ROPE_THETA, parse_quantization, parse_rotary
+from nanovllm_models.config_file import DEFAULT_ROPE_THETA, max_sequence_length, parse_quantization, parse_rotary
 from nanovllm_models.fields import JsonFields
 from nanovllm_models.model_spec import DecoderWithHead, make_model_spec
 
@@ -45,7 +45,7 @@ class LlamaConfig:
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
-    max_position_embeddings: int
+    max_position: int
     rms_norm_eps: float
     rotary: RotaryConfig
     attention_bias: bool
@@ -104,6 +104,7 @@ def parse_llama_fields(config: JsonFields, defaults: ConfigDefaults) -> LlamaCon
     # `parse_rotary` takes head_dim only for families that may rotate a part of each head.
     partial_head_dim = head_dim if defaults.allows_partial_rotation else None
     max_position = config.positive_integer("max_position_embeddings", defaults.max_position_embeddings)
+    rotary = parse_rotary(config, max_position, default_theta=defaults.rope_theta, head_dim=partial_head_dim)
     attention_bias = config.boolean("attention_bias", False)
     return LlamaConfig(
         vocab_size=config.positive_integer("vocab_size", defaults.vocab_size),
@@ -113,9 +114,9 @@ def parse_llama_fields(config: JsonFields, defaults: ConfigDefaults) -> LlamaCon
         num_attention_heads=num_heads,
         num_key_value_heads=num_kv_heads,
         head_dim=head_dim,
-        max_position_embeddings=max_position,
+        max_position=max_sequence_length(max_position, rotary),
         rms_norm_eps=config.positive_number("rms_norm_eps", 1e-6),
-        rotary=parse_rotary(config, max_position, default_theta=defaults.rope_theta, head_dim=partial_head_dim),
+        rotary=rotary,
         attention_bias=attention_bias,
         o_proj_bias=attention_bias,
         tie_word_embeddings=config.boolean("tie_word_embeddings", False),
@@ -212,7 +213,7 @@ class LlamaModel(nn.Module):
     def __init__(self, config: LlamaConfig, build: BuildContext, make_layer: MakeLayer):
         super().__init__()
         rotary_dim = config.rotary.rotary_dim(config.head_dim)
-        self._rotary = RotaryEmbedding(config.rotary, rotary_dim, config.max_position_embeddings, build.device)
+        self._rotary = RotaryEmbedding(config.rotary, rotary_dim, config.max_position, build.device)
         self.embed_tokens = VocabEmbedding(config.vocab_size, config.hidden_size, build)
         self.layers = nn.ModuleList(make_layer(config, index, build) for index in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)

@@ -33,7 +33,7 @@ class SizedConfig(Protocol):
         ...
 
     @property
-    def max_position_embeddings(self) -> int:
+    def max_position(self) -> int:
         """Maximum length of a sequence, in tokens."""
         ...
 
@@ -71,7 +71,7 @@ def make_model_spec(
     return ModelSpec(
         name=name,
         vocab_size=config.vocab_size,
-        max_position=config.max_position_embeddings,
+        max_position=config.max_position,
         eos_token_ids=eos_token_ids,
         dtype=parse_dtype(fields),
         build=build,

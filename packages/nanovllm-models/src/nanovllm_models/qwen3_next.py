@@ -213,7 +213,7 @@ class Qwen3NextModel(nn.Module):
     def __init__(self, config: Qwen3NextConfig, build: BuildContext):
         super().__init__()
         rotary_dim = config.rotary.rotary_dim(config.head_dim)
-        self._rotary = RotaryEmbedding(config.rotary, rotary_dim, config.max_position_embeddings, build.device)
+        self._rotary = RotaryEmbedding(config.rotary, rotary_dim, config.max_position, build.device)
         self.embed_tokens = VocabEmbedding(config.vocab_size, config.hidden_size, build)
         # Index of the next cache, for each kind of layer. Keys: has_attention.
         cache_indices = {True: 0, False: 0}

@@ -6,7 +6,7 @@ from nanovllm_core.layers.gated_delta_net import DeltaShape
 from nanovllm_core.layers.quantization import BlockFP8
 from nanovllm_core.layers.rotary import RotaryConfig
 from nanovllm_kernels.gemm.block_fp8 import GROUP as FP8_BLOCK_SIZE
-from nanovllm_models.config_file import parse_quantization, parse_rotary
+from nanovllm_models.config_file import max_sequence_length, parse_quantization, parse_rotary
 from nanovllm_models.fields import JsonFields
 from nanovllm_models.qwen3_moe import Qwen3MoEConfig, parse_moe_config
 
@@ -31,7 +31,7 @@ class Qwen3NextConfig:
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
-    max_position_embeddings: int
+    max_position: int
     rms_norm_eps: float
     rotary: RotaryConfig
     attention_bias: bool
@@ -59,6 +59,7 @@ def parse_config(config: JsonFields) -> Qwen3NextConfig:
             "head_dim", f"a multiple of {FP8_BLOCK_SIZE}, so that gates and queries have separate FP8 blocks"
         )
     max_position = config.positive_integer("max_position_embeddings", 32768)
+    rotary = parse_rotary(config, max_position, head_dim=head_dim, default_fraction=0.25)
     eps = config.positive_number("rms_norm_eps", 1e-6)
     return Qwen3NextConfig(
         vocab_size=config.positive_integer("vocab_size", 151936),
@@ -69,9 +70,9 @@ def parse_config(config: JsonFields) -> Qwen3NextConfig:
         num_attention_heads=num_heads,
         num_key_value_heads=num_kv_heads,
         head_dim=head_dim,
-        max_position_embeddings=max_position,
+        max_position=max_sequence_length(max_position, rotary),
         rms_norm_eps=eps,
-        rotary=parse_rotary(config, max_position, head_dim=head_dim, default_fraction=0.25),
+        rotary=rotary,
         attention_bias=config.boolean("attention_bias", False),
         delta=_parse_delta(config, eps),
         moe=parse_moe_config(config, num_layers, 512, 10, 512, default_renormalize=True),
