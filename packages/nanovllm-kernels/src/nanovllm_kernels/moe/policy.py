@@ -10,7 +10,7 @@
 With expert parallelism, each rank counts all tokens and all pairs, including pairs with other ranks' experts. The
 average number of rows per expert is therefore pairs / `PackedExperts.num_all_experts`.
 
-The constants were measured on one H200, with uncached weights: 256 to 512 experts, with hidden size x intermediate
+The constants were measured on one H200, with uncached weights: 128 to 512 experts, with hidden size x intermediate
 size from 2048 x 512 to 7168 x 2048.
 """
 
