@@ -8,7 +8,7 @@ from typing import NamedTuple
 import msgspec
 
 # Change this number whenever messages change their meaning.
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
@@ -118,13 +118,11 @@ class Entries(msgspec.Struct, frozen=True, tag=True):
 class FetchEnd(msgspec.Struct, frozen=True, tag=True):
     """Tells the client how many entries of a fetch the server sends. Messages with entries may arrive later.
 
-    reason: why entries are missing; empty if all entries are sent.
     serve_s: seconds from the arrival of the fetch at the server to the end of the fetch there.
     """
 
     key: int
     num_sent: int
-    reason: str
     serve_s: float
 
 

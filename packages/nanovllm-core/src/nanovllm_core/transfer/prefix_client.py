@@ -218,7 +218,7 @@ class PeerConnection:
                     self._mark_down(f"engine {self._address} can't share KV blocks with this engine: {reason}")
                 case Entries():
                     self._start_copies(message, [frame.buffer for frame in frames[1:]])
-                case FetchEnd(key, num_sent, _, serve_s):
+                case FetchEnd(key, num_sent, serve_s):
                     if (open_fetch := self._fetches.get(key)) is not None:
                         open_fetch.num_sent = num_sent
                         open_fetch.record_serve_time(serve_s)

@@ -151,9 +151,8 @@ class PrefixServer:
             payloads = slots if fetch.carrier == "tcp" else ()
             self._send(lease.client, Entries(fetch.key, entries, update.serve_s), payloads)
         if update.num_missing is not None:
-            num_entries = len(fetch.entries)
-            reason = f"{update.num_missing} of {num_entries} entries are missing" if update.num_missing else ""
-            self._send(lease.client, FetchEnd(fetch.key, num_entries - update.num_missing, reason, update.serve_s))
+            num_sent = len(fetch.entries) - update.num_missing
+            self._send(lease.client, FetchEnd(fetch.key, num_sent, update.serve_s))
 
     def _send(self, client: bytes, message: ToClient, payloads: "list[memoryview] | tuple[()]" = ()) -> None:
         # The socket has no high-water mark, so it queues the message at once.
@@ -222,7 +221,7 @@ class PrefixServer:
         kinds = range(len(self._memory.layout.slot_bytes))
         has_valid_entries = all(kind in kinds for kind, _ in fetch.entries)
         if not has_valid_entries or len(fetch.prompt_ids) % 4:
-            self._send(client, FetchEnd(fetch.key, 0, "the fetch is invalid", 0.0))
+            self._send(client, FetchEnd(fetch.key, 0, 0.0))
             return
         number = next(self._lease_numbers)
         lease = _ClientLease(number, client, fetch, time.monotonic() + LEASE_S)
