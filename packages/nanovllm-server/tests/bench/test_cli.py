@@ -130,5 +130,5 @@ def test_kernels_are_measured(tmp_path, capsys):
     "url", ["127.0.0.1:8000", "ftp://host/v1", "http://", "http://host:99999/v1", "http://host/?a"]
 )
 def test_invalid_base_url_is_refused(url, capsys):
-    assert bench_cli.main(["serve", url]) == 1
+    assert bench_cli.main(["serve", url]) == 2
     assert url in capsys.readouterr().err

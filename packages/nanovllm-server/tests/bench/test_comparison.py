@@ -244,7 +244,7 @@ def test_vllm_gets_the_settings_of_speculation_with_heads(run_bench, fake_vllm, 
 
 def test_draft_method_that_the_peer_lacks_is_refused(run_bench, fake_vllm, capsys):
     status, _ = run_bench("latency", "--speculate", "ngram", *fake_vllm[0])
-    assert status == 1
+    assert status == 2
     assert "--peer vllm can't use --speculate ngram" in capsys.readouterr().err
 
 
@@ -313,7 +313,7 @@ def test_missing_interpreter_of_a_peer_is_an_error(run_bench, tmp_path, capsys):
 
 def test_requests_beyond_the_context_are_refused_before_the_peer_starts(run_bench, capsys):
     status, _ = run_bench("prefill", "--input-len", "256", "--peer", "vllm", "--peer-python", sys.executable)
-    assert status == 1
+    assert status == 2
     assert "257 tokens don't fit into a context of 256" in capsys.readouterr().err
 
 

@@ -12,7 +12,7 @@ from nanovllm_server.bench.flags import DEFAULT_URL, build_parser
 from nanovllm_server.bench.interference.decode_streams import STREAM_ENDED_EARLY, DecodeStreams
 from nanovllm_server.bench.interference.interference_flags import make_options
 from nanovllm_server.bench.interference.interference_sizes import CASE_NAMES, InterferenceSizes
-from nanovllm_server.bench.report import BenchError
+from nanovllm_server.bench.report import BenchError, InvalidSettingsError
 from nanovllm_server.bench.server_cases import case_client
 from nanovllm_server.bench.server_cases.case_client import CaseClient
 from nanovllm_server.bench.server_cases.case_command import CaseOptions, measure
@@ -117,7 +117,7 @@ async def test_replicas_of_a_server_get_requests_in_turn(url, monkeypatch):
 
 async def test_cases_with_conversations_refuse_replicas(url):
     options = parse_options(f"pair={url}/v1,{url}/v1", "--cases=turn")
-    with pytest.raises(BenchError, match="turn: a conversation's turns would go to different replicas"):
+    with pytest.raises(InvalidSettingsError, match="turn: a conversation's turns would go to different replicas"):
         await measure(options)
 
 

@@ -198,6 +198,6 @@ def test_unsupported_options_of_llama_cpp_are_refused_before_it_starts(
     arguments, expected_error, config_only_model, random_weights, capsys
 ):
     assert (
-        bench_cli.main(["prefill", str(config_only_model), "--input-len", "5", "--peer", "llamacpp", *arguments]) == 1
+        bench_cli.main(["prefill", str(config_only_model), "--input-len", "5", "--peer", "llamacpp", *arguments]) == 2
     )
     assert expected_error in capsys.readouterr().err

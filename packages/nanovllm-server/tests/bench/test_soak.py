@@ -182,3 +182,8 @@ def test_unknown_server_process_is_an_error():
 def test_warm_up_must_be_shorter_than_the_soak(capsys):
     assert bench_cli.main(["soak", "--server-pid", "1", "--minutes", "1", "--warm-up-minutes", "1"]) == 2
     assert "--warm-up-minutes 1 must be less than --minutes 1" in capsys.readouterr().err
+
+
+def test_server_with_tls_is_refused(capsys):
+    assert bench_cli.main(["soak", "https://127.0.0.1/v1", "--server-pid", "1"]) == 2
+    assert "give a base URL with http://" in capsys.readouterr().err

@@ -238,22 +238,24 @@ def _make_peer(flags: argparse.Namespace, model: "ModelDirectory") -> "Peer | No
 
 
 def _find_gguf_weights(flags: argparse.Namespace, model: "ModelDirectory") -> "GGUFWeights | None":
-    """Finds the GGUF file for llama.cpp. Returns None for other peers. Raises BenchError or ModelError."""
+    """Finds the GGUF file for llama.cpp. Returns None for other peers. Raises InvalidSettingsError or ModelError."""
     from nanovllm_models.default_model import cache_directory, find_source_file, is_default_model
     from nanovllm_server.bench.offline.peer_process import GGUFWeights
-    from nanovllm_server.bench.report import BenchError
+    from nanovllm_server.bench.report import InvalidSettingsError
 
     if flags.peer != "llamacpp":
         return None
     if flags.load_format == "dummy":
-        raise BenchError("peer llamacpp has no dummy weights: leave --load-format out")
+        raise InvalidSettingsError("peer llamacpp has no dummy weights: leave --load-format out")
     gguf_file: Path | None = flags.peer_gguf
     if gguf_file is None and is_default_model(model.path):
         gguf_file = find_source_file()
     if gguf_file is None:
-        raise BenchError(f"peer llamacpp needs the weights of {model.name} as a GGUF file: name it with --peer-gguf")
+        raise InvalidSettingsError(
+            f"peer llamacpp needs the weights of {model.name} as a GGUF file: name it with --peer-gguf"
+        )
     if not gguf_file.is_file():
-        raise BenchError(f"--peer-gguf {gguf_file} is not a file")
+        raise InvalidSettingsError(f"--peer-gguf {gguf_file} is not a file")
     return GGUFWeights(str(gguf_file.resolve()), flags.peer_weights, str(cache_directory() / "llamacpp"))
 
 

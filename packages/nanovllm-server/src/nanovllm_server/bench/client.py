@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import orjson
 
-from nanovllm_server.bench.report import BenchError
+from nanovllm_server.bench.report import InvalidSettingsError
 from nanovllm_server.protocol.json import JSON
 
 # Time limit of a whole answer. A time limit per piece would double the cost of reading a piece.
@@ -72,15 +72,15 @@ class TimedAnswer:
 
 
 def parse_base_url(url: str, api_key: str | None) -> Endpoint:
-    """Splits a base URL into its parts. Raises BenchError if the URL is invalid."""
+    """Splits a base URL into its parts. Raises InvalidSettingsError if the URL is invalid."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-        raise BenchError(f"{url} is not a base URL such as http://127.0.0.1:8000/v1")
+        raise InvalidSettingsError(f"{url} is not a base URL such as http://127.0.0.1:8000/v1")
     uses_tls = parts.scheme == "https"
     try:
         port = parts.port or (443 if uses_tls else 80)
     except ValueError as error:
-        raise BenchError(f"{url}: {error}") from error
+        raise InvalidSettingsError(f"{url}: {error}") from error
     return Endpoint(parts.hostname, port, uses_tls, parts.path.rstrip("/"), api_key)
 
 

@@ -30,7 +30,7 @@ class BenchError(RuntimeError):
 
 
 class InvalidSettingsError(BenchError):
-    """The engine refuses the model, a limit or a request, or the flags contradict each other."""
+    """The engine refuses the model, a limit or a request; or a flag is invalid, or contradicts another flag."""
 
     exit_status = 2
 

@@ -18,7 +18,7 @@ from nanovllm_server.bench.engine_defaults import find_device_and_dtype
 from nanovllm_server.bench.offline.cases import Case, OfflineBenchmark
 from nanovllm_server.bench.offline.engine_runs import WARM_UP_TOKENS, RunTiming, time_engine
 from nanovllm_server.bench.offline.peer_process import Peer, PeerDraftHeads, PeerJob, PeerResult, run_peer
-from nanovllm_server.bench.report import BenchError, OutputFiles, report
+from nanovllm_server.bench.report import InvalidSettingsError, OutputFiles, report
 from nanovllm_server.protocol.json import JSON
 
 
@@ -88,16 +88,18 @@ def run(options: OfflineOptions, spec: ModelSpec, benchmark: OfflineBenchmark) -
 
 
 def _check_options(options: OfflineOptions, spec: ModelSpec, benchmark: OfflineBenchmark, device: str) -> None:
-    """Raises BenchError for options that would otherwise fail only after the peer has run for minutes."""
+    """Raises InvalidSettingsError for options that would otherwise fail only after the peer has run for minutes."""
     max_model_len = options.config.max_model_len or spec.max_position
     max_length = max(len(request.prompt) + request.max_tokens for case in benchmark.cases for request in case.requests)
     if max_length > max_model_len:
-        raise BenchError(f"requests of up to {max_length} tokens don't fit into a context of {max_model_len}")
+        raise InvalidSettingsError(f"requests of up to {max_length} tokens don't fit into a context of {max_model_len}")
     if options.peer is not None and options.peer.gguf is not None and device != "cpu":
-        raise BenchError("peer llamacpp computes on the CPU: add --device cpu")
+        raise InvalidSettingsError("peer llamacpp computes on the CPU: add --device cpu")
     method = options.config.speculate
     if options.peer is not None and method is not None and (options.peer.name, method) != ("vllm", "mtp"):
-        raise BenchError(f"--peer {options.peer.name} can't use --speculate {method}: only vllm can, and only mtp")
+        raise InvalidSettingsError(
+            f"--peer {options.peer.name} can't use --speculate {method}: only vllm can, and only mtp"
+        )
 
 
 def _make_peer_job(options: OfflineOptions, benchmark: OfflineBenchmark, device: str, dtype: str) -> PeerJob:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from nanovllm_server.bench.client import Endpoint, ExchangeError, TimedAnswer, chat_request, list_models, stream_chat
-from nanovllm_server.bench.report import BenchError
+from nanovllm_server.bench.report import BenchError, InvalidSettingsError
 from nanovllm_server.bench.server_cases.prompt_texts import Message, PromptTokenCosts, measure_token_costs
 
 
@@ -23,9 +23,9 @@ class ServerUnderTest:
     prompt_token_costs: PromptTokenCosts
 
     def require_one_replica(self, case: str) -> None:
-        """Raises BenchError if the server has several replicas, which `case` can't measure."""
+        """Raises InvalidSettingsError if the server has several replicas, which `case` can't measure."""
         if len(self.endpoints) > 1:
-            raise BenchError(
+            raise InvalidSettingsError(
                 f"{case}: a conversation's turns would go to different replicas: give one URL, or leave this case out"
             )
 

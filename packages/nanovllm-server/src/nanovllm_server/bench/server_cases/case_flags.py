@@ -75,7 +75,7 @@ def make_options(
     sizes_class: type[SizesT],
     make_runner: "Callable[[ServerUnderTest, CaseSettings[SizesT]], CaseRunner]",
 ) -> "CaseOptions[SizesT]":
-    """Makes the options from the flags. Raises BenchError for an invalid base URL. api_key: sent to all servers."""
+    """Makes the options from the flags. api_key: sent to all servers. Raises InvalidSettingsError for invalid URLs."""
     from nanovllm_server.bench.client import parse_base_url
     from nanovllm_server.bench.report import OutputFiles
     from nanovllm_server.bench.server_cases.case_command import CaseOptions, CaseSettings

@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from nanovllm_server.bench.client import Endpoint, ExchangeError, fetch, list_models
-from nanovllm_server.bench.report import BenchError, OutputFiles, Table, print_message, report
+from nanovllm_server.bench.report import BenchError, InvalidSettingsError, OutputFiles, Table, print_message, report
 from nanovllm_server.bench.soak.server_processes import ProcessMemory, ServerProcesses
 from nanovllm_server.bench.soak.soak_traffic import Outcome, TrafficSource, count_long_prompt_bytes, run_exchange
 from nanovllm_server.bench.soak.warm_up import Phase, WarmUp
@@ -192,7 +192,7 @@ def _short_lived_rows(memories: list[ProcessMemory]) -> Table:
 async def soak(options: SoakOptions) -> SoakResult:
     """Sends the traffic and samples memory. Raises BenchError if the server does not answer at all."""
     if options.endpoint.uses_tls:
-        raise BenchError("soak sends malformed requests over plain HTTP: give a base URL with http://")
+        raise InvalidSettingsError("soak sends malformed requests over plain HTTP: give a base URL with http://")
     processes = ServerProcesses(options.server_pid)
     try:
         model = options.model or (await list_models(options.endpoint))[0]
