@@ -69,6 +69,7 @@ def test_only_selected_steps_are_reported(tmp_path, trace, capsys):
     assert idle_times == {"p50": 2, "p99": 2, "most": 2, "long": 0}
     assert "steps 1..3" in capsys.readouterr().out
     assert run_trace(tmp_path, trace, "--steps", "4")[1] is None
+    assert run_trace(tmp_path, trace, "--steps", "0")[0]["plan"] == {"steps": 1, "p50": 10, "p90": 10, "p99": 10}
     assert bench_cli.main(["trace", str(trace), "--steps", "5..9"]) == 1
     assert capsys.readouterr().err == f"nanovllm-bench: {trace} has no steps from 5 to 9\n"
 

@@ -1,6 +1,7 @@
 """Functions that parse flag values. Argparse shows the function's name in its error: `invalid integer_range value`."""
 
 import argparse
+from collections.abc import Callable
 
 from nanovllm_server.bench.workload import IntegerRange
 from nanovllm_server.flag_types import integer_in_range
@@ -9,12 +10,13 @@ integer_at_least_0, integer_at_least_1, integer_at_least_2 = map(integer_in_rang
 
 
 def integer_range(text: str) -> IntegerRange:
-    """Parses `N` or `N..M`."""
-    low, dots, high = text.partition("..")
-    bounds = IntegerRange(integer_at_least_1(low), integer_at_least_1(high if dots else low))
-    if bounds.low > bounds.high:
-        raise argparse.ArgumentTypeError("must go from a smaller number to a larger one")
-    return bounds
+    """Parses `N` or `N..M`, of integers from 1."""
+    return _parse_range(text, integer_at_least_1)
+
+
+def step_range(text: str) -> IntegerRange:
+    """Parses `N` or `N..M`, of step numbers, which begin at 0."""
+    return _parse_range(text, integer_at_least_0)
 
 
 def request_rate(text: str) -> float | None:
@@ -39,3 +41,11 @@ def assignment(text: str) -> tuple[str, str]:
     if not key or not equals:
         raise argparse.ArgumentTypeError("must be KEY=VALUE")
     return key, value
+
+
+def _parse_range(text: str, parse_bound: Callable[[str], int]) -> IntegerRange:
+    low, dots, high = text.partition("..")
+    bounds = IntegerRange(parse_bound(low), parse_bound(high if dots else low))
+    if bounds.low > bounds.high:
+        raise argparse.ArgumentTypeError("must go from a smaller number to a larger one")
+    return bounds

@@ -11,6 +11,7 @@ from nanovllm_server.bench.argument_types import (
     integer_at_least_2,
     integer_range,
     request_rate,
+    step_range,
 )
 from nanovllm_server.bench.conversations import conversation_flags
 from nanovllm_server.bench.interference import interference_flags
@@ -127,7 +128,9 @@ def build_parser() -> argparse.ArgumentParser:
 
     trace = add_command("trace", "times of steps on host and device, and idle times of the device, from a trace file")
     trace.add_argument("file", type=Path, help="file that --trace wrote")
-    trace.add_argument("--steps", type=integer_range, metavar="N[..M]", help="only step N, or steps N to M")
+    trace.add_argument(
+        "--steps", type=step_range, metavar="N[..M]", help="only step N, or steps N to M; the first step is 0"
+    )
     trace.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
 
     kernels = add_command("kernels", "bytes and operations per second of the kernels; needs a GPU")
