@@ -5,6 +5,7 @@ import torch
 from rank_results import add_up
 from torch import nn
 
+from nanovllm_core.layers.attention import qkv_parts
 from nanovllm_core.layers.linear import ColumnParallelLinear, LinearPart, RowParallelLinear
 from nanovllm_core.layers.mlp import GatedMLP
 from nanovllm_core.layers.norm import RMSNorm
@@ -66,12 +67,19 @@ def test_row_parallel_ranks_split_whole_blocks(ranks, build):
         layer = load_layer(RowParallelLinear(512, 200, rank_build, quantization=FP8), tensors)
         streams.append(layer(share.contiguous(), ResidualStream(residual)))
     torch.testing.assert_close(add_up(streams), expected, rtol=1e-5, atol=1e-4)
-    with pytest.raises(
-        ValueError, match=r"input size of a row-parallel layer is 320, but 2 ranks can't split its FP8 blocks of 128"
-    ):
+    message = (
+        "input size of a row-parallel layer is 320, but 2 ranks can't split its FP8 blocks of 128: use fewer ranks"
+    )
+    with pytest.raises(ValueError, match=message):
         RowParallelLinear(320, 200, ranks(2)[0], quantization=FP8)
     with pytest.raises(ValueError, match="input size of o_proj is 384, but 2 ranks can't split its FP8 blocks"):
         RowParallelLinear(384, 200, ranks(2)[1], name="o_proj", own_columns=slice(256, 512), quantization=FP8)
+
+
+def test_ranks_that_would_need_additional_heads_are_refused(ranks):
+    message = "q_proj has 3 groups of heads, which 2 ranks can't split evenly in block FP8: use a number of ranks that"
+    with pytest.raises(ValueError, match=message):
+        ColumnParallelLinear(128, qkv_parts(6, 3, 128, bias=False), ranks(2)[1], quantization=FP8)
 
 
 def test_gated_mlp_multiplies_quantised_weights(build):

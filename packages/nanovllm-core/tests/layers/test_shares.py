@@ -75,7 +75,10 @@ def test_ranks_share_a_key_value_head_if_there_are_fewer_heads(ranks, x, num_kv_
         torch.testing.assert_close(query, expected["q_proj.weight"][:, rank])
         torch.testing.assert_close(key, expected["k_proj.weight"][:, kv_head])
         torch.testing.assert_close(value, expected["v_proj.weight"][:, kv_head])
-    with pytest.raises(ValueError, match="num_key_value_heads is 2, which 3 ranks can't share evenly"):
+    with pytest.raises(
+        ValueError,
+        match="num_key_value_heads is 2, which 3 ranks can't share evenly: use at most 2 ranks, or a multiple of 2$",
+    ):
         HeadLayout.for_rank(6, 2, head_dim, ranks(3)[0].parallel)
 
 
@@ -120,7 +123,10 @@ def test_uneven_split_over_ranks_is_refused(ranks):
     build = ranks(3)[0]
     with pytest.raises(ValueError, match="gate_proj"):
         ColumnParallelLinear(8, (LinearPart("gate_proj", 10),), build)
-    with pytest.raises(ValueError, match="intermediate_size is 10, which 3 ranks can't split evenly"):
+    with pytest.raises(
+        ValueError,
+        match="intermediate_size is 10, which 3 ranks can't split evenly: use a number of ranks that divides 10$",
+    ):
         GatedMLP(8, 10, build)
     with pytest.raises(ValueError, match="num_attention_heads is 4, which 3 ranks can't split evenly"):
         HeadLayout.for_rank(4, 1, 8, build.parallel)

@@ -105,7 +105,10 @@ class ColumnParallelLinear(_Linear):
                 self.weight.data.zero_()
         elif padded:
             part = padded[0]
-            raise ValueError(f"{part.name} has {part.num_groups} heads, which ranks can't split evenly in block FP8")
+            raise ValueError(
+                f"{part.name} has {part.num_groups} groups of heads, which {build.parallel.size} ranks can't split "
+                f"evenly in block FP8: use a number of ranks that divides {part.num_groups}"
+            )
         else:
             source_starts = [rows.start for rows in self._own_rows]
             self.weight = allocate_fused_weight(source_starts, part_sizes, in_features, build.device)
@@ -173,7 +176,7 @@ class RowParallelLinear(_Linear):
         ):
             raise ValueError(
                 f"the input size of {name} is {in_features}, but {build.parallel.size} ranks can't split its FP8 "
-                f"blocks of {GROUP}"
+                f"blocks of {GROUP}: use fewer ranks"
             )
         else:
             self.weight = allocate_fused_weight([0], [out_features], num_columns, build.device)

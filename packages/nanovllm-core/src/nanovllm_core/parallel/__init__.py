@@ -33,7 +33,10 @@ class ParallelContext:
     def split_evenly(self, total: int, quantity: str) -> int:
         """This rank's share of `total`. Raises ValueError that names `quantity` if the shares would differ."""
         if total % self.size:
-            raise ValueError(f"{quantity} is {total}, which {self.size} ranks can't split evenly")
+            raise ValueError(
+                f"{quantity} is {total}, which {self.size} ranks can't split evenly: use a number of ranks that "
+                f"divides {total}"
+            )
         return total // self.size
 
     def own_groups(self, num_groups: int, quantity: str) -> slice:
@@ -45,7 +48,10 @@ class ParallelContext:
         if self.size <= num_groups:
             return own_slice(self, -(-num_groups // self.size))
         if self.size % num_groups:
-            raise ValueError(f"{quantity} is {num_groups}, which {self.size} ranks can't share evenly")
+            raise ValueError(
+                f"{quantity} is {num_groups}, which {self.size} ranks can't share evenly: use at most {num_groups} "
+                f"ranks, or a multiple of {num_groups}"
+            )
         group = self.rank * num_groups // self.size
         return slice(group, group + 1)
 
