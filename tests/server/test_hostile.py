@@ -1,5 +1,7 @@
 import asyncio
 import json
+import subprocess
+import sys
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
@@ -140,3 +142,10 @@ async def test_hostile_inputs_get_allowed_answers_and_leak_nothing(target):
     assert {line["level"] for line in lines} <= {"info", "warning"}, [
         line for line in lines if line["level"] == "error"
     ]
+
+
+def test_the_program_that_measures_hostile_input_has_a_help_text():
+    program = Path(__file__).parent / "support" / "measure_hostile.py"
+    result = subprocess.run([sys.executable, program, "--help"], capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "http://127.0.0.1:8000" in result.stdout

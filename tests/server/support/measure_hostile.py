@@ -5,6 +5,7 @@ run `python tests/server/support/measure_hostile.py http://127.0.0.1:8000`. The 
 inputs: an accepted prompt delays streams like any prompt.
 """
 
+import argparse
 import asyncio
 import random
 import sys
@@ -56,4 +57,6 @@ def show(title: str, seconds_by_case: dict[str, list[float]], limit_s: float) ->
 
 
 if __name__ == "__main__":
-    sys.exit(asyncio.run(measure(sys.argv[1])) > 0)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("url", help="the server's address, such as http://127.0.0.1:8000")
+    sys.exit(asyncio.run(measure(parser.parse_args().url)) > 0)
