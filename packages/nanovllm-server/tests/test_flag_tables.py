@@ -1,12 +1,14 @@
 """The tables of flags in the README describe the parser of `nanovllm-server`."""
 
 import argparse
+import dataclasses
 import re
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
+from nanovllm_core import EngineConfig
 from nanovllm_server import cli
 
 README = Path(__file__).parent.parent / "README.md"
@@ -93,6 +95,13 @@ def test_the_served_name_flag_takes_one_name_and_may_be_repeated():
     assert (settings.model, settings.model_names) == ("org/model", ("a",))
     settings = cli.make_settings(cli.make_parser().parse_args(["--served-model-name", "a", "--served-model-name", "b"]))
     assert (settings.model, settings.model_names) == (None, ("a", "b"))
+
+
+def test_help_texts_name_flags_instead_of_fields():
+    fields = {field.name for field in dataclasses.fields(EngineConfig) if "_" in field.name}
+    help_texts = " ".join(action.help or "" for action in ACTIONS.values())
+    assert not fields & set(re.findall(r"\w+", help_texts))
+    assert "needs --kv-offload-gib" in help_texts
 
 
 def test_help_shows_no_default_that_is_none_or_off():

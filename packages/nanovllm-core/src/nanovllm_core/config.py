@@ -49,7 +49,7 @@ class SharedSettings:
     ] = None
     kv_cache_dtype: Annotated[
         KVCacheDtype,
-        "auto: dtype of the weights; fp8: e4m3 with a scale per head and token, which halves the size of the cache",
+        "auto: dtype of the activations; fp8: e4m3 with a scale per head and token, which halves the size of the cache",
     ] = "auto"
     block_size: Annotated[
         BlockSize | None,
@@ -152,8 +152,14 @@ class EngineConfig(SharedSettings):
         int | None,
         "maximum number of prompt and output tokens of a request; by default the maximum of the model or the cache",
     ] = None
-    max_num_seqs: Annotated[int | None, "maximum number of requests that run at once"] = None
-    max_num_batched_tokens: Annotated[int | None, "maximum number of tokens that a step computes"] = None
+    max_num_seqs: Annotated[
+        int | None, "maximum number of requests that run at once; by default 256 on a GPU and 64 on a CPU"
+    ] = None
+    max_num_batched_tokens: Annotated[
+        int | None,
+        "maximum number of tokens that a step computes; by default 8192 on a GPU and 1024 on a CPU, or more if "
+        "max_num_seqs needs more",
+    ] = None
     depth: Annotated[
         Literal[1, 2] | None,
         "steps in flight at once; by default 2 on a GPU, where the host plans while the GPU computes, and 1 on a CPU",
@@ -164,7 +170,8 @@ class EngineConfig(SharedSettings):
     graph_mode: Annotated[
         GraphMode | None,
         "steps that are replayed from CUDA graphs; none: no step; full_decode_only: steps without prompts; piecewise: "
-        "all steps, with attention launched between graphs; full: all steps, with one graph per step",
+        "all steps, with attention launched between graphs; full: all steps, with one graph per step; by default full "
+        "on a GPU and none on a CPU",
     ] = None
     compile: Annotated[bool | None, "use torch.compile between attention operators on a GPU"] = None
 

@@ -56,13 +56,14 @@ def make_parser() -> argparse.ArgumentParser:
         "--served-model-name",
         action="append",
         metavar="NAME",
-        help="name that requests may use for the model; repeat for several names",
+        help="name that requests may use for the model; repeat for several names; default: the name of the directory "
+        "or repository",
     )
     http.add_argument(
         "--api-key",
         action="append",
         metavar="KEY",
-        help=f"key that requests must send; repeat for several keys; safer in a file or in {API_KEY_VARIABLE}",
+        help=f"key that requests to /v1 must send; repeat for several keys; safer in a file or in {API_KEY_VARIABLE}",
     )
     http.add_argument(
         "--admin-api-key",
@@ -87,28 +88,33 @@ def make_parser() -> argparse.ArgumentParser:
     http.add_argument(
         "--http-workers",
         type=integer_in_range(1),
-        help="processes that serve HTTP; default: depends on the device and the number of cores",
+        help=f"processes that serve HTTP; default: 1 on a CPU; with a GPU, one per {CORES_PER_WORKER} cores, at most "
+        f"{MAX_DEFAULT_WORKERS}",
     )
     http.add_argument(
-        "--max-queue", type=integer_in_range(0), default=1024, help="sequences that may wait; others get a 429"
+        "--max-queue",
+        type=integer_in_range(0),
+        default=1024,
+        help="maximum number of waiting sequences, in addition to running sequences; further requests get a 429",
     )
     http.add_argument(
         "--max-body-mib",
         type=integer_in_range(1, 1024),
         default=16,
-        help="maximum body of a request; a larger one gets a 413",
+        help="maximum size of a request's body, in MiB; a larger body gets a 413",
     )
     http.add_argument(
         "--body-memory-mib",
         type=integer_in_range(1),
         metavar="MIB",
-        help="memory for large bodies in each HTTP worker; further bodies wait; default: twice --max-body-mib",
+        help="memory for bodies of more than 64 KiB in each HTTP worker, in MiB; further bodies wait, and get a 503 "
+        "after 10 s; default: twice --max-body-mib",
     )
     http.add_argument(
         "--request-timeout",
         type=positive_number,
         metavar="SECONDS",
-        help="time limit of a request; a longer one gets a 504",
+        help="time limit of a request; a longer request gets a 504; default: none",
     )
     http.add_argument(
         "--drain-timeout",
@@ -128,8 +134,18 @@ def make_parser() -> argparse.ArgumentParser:
         help="an HTTP worker that does not respond for this time is replaced",
     )
     http.add_argument("--chat-template", help="Jinja template instead of the model's, or a file with a template")
-    http.add_argument("--reasoning-parser", choices=REASONING_PARSERS, default="auto", help="format of reasoning")
-    http.add_argument("--tool-call-parser", choices=TOOL_CALL_PARSERS, default="auto", help="format of tool calls")
+    http.add_argument(
+        "--reasoning-parser",
+        choices=REASONING_PARSERS,
+        default="auto",
+        help="format of the model's reasoning; auto: the chat template determines the format",
+    )
+    http.add_argument(
+        "--tool-call-parser",
+        choices=TOOL_CALL_PARSERS,
+        default="auto",
+        help="format of the model's tool calls; auto: the chat template or the architecture determines the format",
+    )
     model = parser.add_argument_group("model")
     add_engine_flags(model.add_argument, ("device", "dtype", "seed", "attention_backend"))
     model.add_argument("--load-format", choices=("auto", "dummy"), default="auto", help="dummy: random weights")

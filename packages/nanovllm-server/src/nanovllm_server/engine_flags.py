@@ -1,6 +1,7 @@
 """Derives command-line flags from the fields of `EngineConfig`."""
 
 import argparse
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -25,11 +26,13 @@ _DEFAULT_BY_FIELD = {field.name: field.default for field in fields(EngineConfig)
 def add_engine_flags(add_flag: Callable[..., object], field_names: Sequence[str]) -> None:
     """Adds one flag for each of these fields of `EngineConfig`.
 
-    A boolean field gets the flag `--NAME` if its default is False, else `--no-NAME`.
+    A boolean field gets the flag `--NAME` if its default is False, else `--no-NAME`. In the help text, names of other
+    fields become flags.
     """
     hints = get_type_hints(EngineConfig, include_extras=True)
     for name in field_names:
         field_type, description = get_args(hints[name])
+        description = re.sub(r"\w+_\w+", _to_flag, description)
         flag = name.replace("_", "-")
         value_type, is_optional = _split_optional(field_type)
         has_default = not is_optional and name not in _WITHOUT_DEFAULT
@@ -81,6 +84,11 @@ def make_engine_config(options: argparse.Namespace, **overrides: Any) -> EngineC
             is_none = _DEFAULT_BY_FIELD[name] is None and value == _NONE_VALUES.get(name, _AUTO)
             overrides.setdefault(name, None if is_none else value)
     return EngineConfig(**overrides)
+
+
+def _to_flag(match: re.Match[str]) -> str:
+    """Returns the flag of the field that `match` names, or the text of `match` if it names no field."""
+    return f"--{match[0].replace('_', '-')}" if match[0] in _DEFAULT_BY_FIELD else match[0]
 
 
 def _split_optional(field_type: Any) -> tuple[Any, bool]:

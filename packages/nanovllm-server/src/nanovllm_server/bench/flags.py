@@ -78,8 +78,8 @@ def build_parser() -> argparse.ArgumentParser:
     _add_server_flags(grammars)
     add = grammars.add_argument
     repeat_help = (
-        "rounds; each measures streams without schemas, streams of which half follow a schema, and the latter streams "
-        "while new schemas compile"
+        "rounds; each round measures three mixes of streams: no stream follows a schema; half of the streams do; half "
+        "of the streams do while new schemas compile"
     )
     add("--streams", type=integer_at_least_2, default=64, help="simultaneous streams in each mix")
     add("--output-len", type=integer_at_least_2, default=256, help="tokens of each answer")

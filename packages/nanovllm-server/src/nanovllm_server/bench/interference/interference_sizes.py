@@ -42,7 +42,7 @@ class InterferenceSizes(WorkloadSizes):
         _DECODES, integer_at_least_1, 3, "number of prompts that arrive at once in the case decodes-beside-long"
     )
     arrival_rates: tuple[float, ...] = size_field(
-        _ARRIVALS, finite_rates, (0.0, 0.5, 1.0), "prompts per second, one run per rate", metavar="RATE,..."
+        _ARRIVALS, finite_rates, "0,0.5,1", "prompts per second, one run per rate", metavar="RATE,..."
     )
     arrival_period_s: float = size_field(_ARRIVALS, positive_number, 20.0, "time in which prompts arrive", metavar="S")
     turn_conversations: int = size_field(_TURNS, integer_at_least_1, 5, "conversations of the case turn")
