@@ -104,7 +104,7 @@ def test_a_conversation_that_a_template_refuses_is_a_template_error_of_one_line(
     ],
 )
 def test_template_values_cannot_have_reserved_names(write_tokenizer, name):
-    with pytest.raises(TemplateValueError, match=f"{name} can't be given"):
+    with pytest.raises(TemplateValueError, match=f"{name} can't be given to the chat template: leave it out"):
         load_tokenizer(write_tokenizer(TEMPLATE)).render_chat(HELLO, template_values={name: "x"})
 
 

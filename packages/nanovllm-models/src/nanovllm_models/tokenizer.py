@@ -123,7 +123,7 @@ class Tokenizer:
         if not self.has_chat_template:
             raise TemplateError("the model has no chat template")
         if reserved_names := sorted(self._reserved_names & variables.keys()):
-            raise TemplateValueError(f"{reserved_names[0]} can't be given to the chat template")
+            raise TemplateValueError(f"{reserved_names[0]} can't be given to the chat template: leave it out")
         try:
             return self._hf_tokenizer.apply_chat_template(
                 [dict(message) for message in messages],

@@ -263,7 +263,7 @@ async def test_reserved_template_variable_is_a_400_that_names_the_field():
 
 
 def test_template_that_refuses_every_message_fails_at_start():
-    with pytest.raises(TemplateError):
+    with pytest.raises(TemplateError, match="^set a template that accepts a user message with --chat-template: "):
         Renderer(TemplateTokenizer(make_strict_template()))
 
 

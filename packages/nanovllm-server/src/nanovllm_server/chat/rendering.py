@@ -81,7 +81,10 @@ class Renderer:
         self._tokenizer = tokenizer
         self._call_format = call_format
         self._reasoning_format = reasoning_format
-        tokenizer.render_chat([{"role": "user", "content": "hi"}])
+        try:
+            tokenizer.render_chat([{"role": "user", "content": "hi"}])
+        except TemplateError as error:
+            raise TemplateError(f"set a template that accepts a user message with --chat-template: {error}") from error
         self._developer_role = "developer" if self._supports_developer_role() else "system"
         self._call_support = self._test_call_support()
         self._shows_system_messages = self._can_show_system_messages()

@@ -208,7 +208,7 @@ class ErrorDetails(TypedDict):
 
 
 class Error(TypedDict):
-    """The body of every response that is not a success."""
+    """The body of every error response, except the 503 of health and readiness checks."""
 
     error: ErrorDetails
 

@@ -133,7 +133,7 @@ FIELD_DESCRIPTIONS: dict[str, str] = {
     "stop_token_ids": "Tokens that end the answer.",
     "allowed_token_ids": "The answer has only these tokens, and the end token where a grammar can end.",
     "return_tokens_as_token_ids": "In log-probabilities, tokens are `token_id:ID` instead of text.",
-    "reasoning": "An object with other names for reasoning_effort, max_reasoning_tokens and include_reasoning.",
+    "reasoning": "The options of reasoning under other names. `enabled` sets the chat template's enable_thinking.",
     "max_reasoning_tokens": "Maximum number of reasoning tokens; the server ends longer reasoning.",
     "thinking_token_budget": "Another name of max_reasoning_tokens; -1: no limit.",
     "include_reasoning": "Whether the answer includes the model's reasoning; the default is true.",
@@ -142,7 +142,7 @@ FIELD_DESCRIPTIONS: dict[str, str] = {
     "priority": "Requests with a lower number are served first.",
     "cache_salt": "Two prompts share cached prefixes only if they have the same salt.",
     "kv_transfer_params": "Routers set this field for servers with --role prefill or decode. Other servers refuse it.",
-    "request_id": "The id of the request, instead of the X-Request-Id header.",
+    "request_id": "The end of the answer's id. Without X-Request-Id, also the request's id in logs and headers.",
     "prompt_logprobs": "Return log-probabilities of each prompt token, and of this many likely tokens; not in streams.",
     "seed": "The same seed gives the same random numbers. Other requests can change a token only through rounding.",
 }
