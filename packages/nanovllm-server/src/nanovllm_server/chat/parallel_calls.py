@@ -26,7 +26,7 @@ def split_parallel_calls(messages: Sequence[TemplateMessage]) -> list[TemplateMe
 def _alternate(message: TemplateMessage, results: Sequence[TemplateMessage]) -> list[TemplateMessage]:
     calls = message["tool_calls"]
     call_ids = {call["id"] for call in calls}
-    # Results that name no call of the message have the key None. Calls without an own result take these in order.
+    # Results that name no call of the message have the key None. Calls without a result take these in order.
     results_by_id: defaultdict[str | None, deque[TemplateMessage]] = defaultdict(deque)
     for result in results:
         call_id = result.get("tool_call_id")
