@@ -159,9 +159,9 @@ def make_wire_cases() -> list[Case]:
              leave="close"),
         Case("another expectation", post(body, "Expect: the-spanish-inquisition"), ANY, may_close=True),
         Case("a websocket", head("Host: x", "Upgrade: websocket", "Connection: Upgrade", "Sec-WebSocket-Version: 13",
-             "Sec-WebSocket-Key: x3JJHMbDL1EzLkh9GBhXDw==", start="GET /v1/chat/completions HTTP/1.1"), may_close=True),
+             "Sec-WebSocket-Key: x3JJHMbDL1EzLkh9GBhXDw==", start="GET /v1/chat/completions HTTP/1.1")),
         Case("half a websocket", head("Host: x", "Upgrade: websocket", "Connection: Upgrade",
-             start="GET / HTTP/1.1"), may_close=True),
+             start="GET /v1/chat/completions HTTP/1.1")),
         Case("20 at once", head("Host: x", start="GET /nothing HTTP/1.1") * 19
              + head("Host: x", "Connection: close", start="GET /nothing HTTP/1.1")),
         Case("noise after a request", head("Host: x", start="GET /nothing HTTP/1.1") + noise.randbytes(500)),

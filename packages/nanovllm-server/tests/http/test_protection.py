@@ -346,11 +346,19 @@ async def test_disconnect_before_or_after_other_choices_start_frees_everything(u
     assert len(engine.aborted) == len(engine.requests)
 
 
-async def test_websockets_are_refused(url):
+@pytest.mark.parametrize("key", ["Sec-WebSocket-Key: eA==\r\n", ""])
+async def test_websocket_handshake_is_answered_like_any_other_request(url, key):
     reader, writer = await connect(url)
-    headers = b"Upgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Version: 13\r\nSec-WebSocket-Key: eA==\r\n"
-    writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n" + headers + b"\r\n")
-    assert (await reader.readline()).startswith(b"HTTP/1.1 4")
+    headers = f"Host: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Version: 13\r\n{key}"
+    writer.write(f"GET /v1/chat/completions HTTP/1.1\r\n{headers}\r\n".encode())
+    async with asyncio.timeout(30):
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 405 ")
+        assert b"\r\nx-request-id: " in head
+        await reader.readuntil(b"}}")
+        # The connection still serves requests, and ends with the last response.
+        writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        assert (await reader.read()).startswith(b"HTTP/1.1 200 ")
     writer.close()
 
 

@@ -55,7 +55,16 @@ class Http1Protocol(H11Protocol):
         self.connection = StrictConnection(h11.SERVER, max_incomplete_event_size=max_head_bytes)
 
     async def _check_protocol(self, event: h11.Request) -> None:
-        """Ignores requests to change to another protocol."""
+        """Ignores requests to change to HTTP/2."""
+
+    async def _create_stream(self, request: h11.Request) -> None:
+        """Ignores requests to change to WebSocket. Hypercorn never closes the connections of refused WebSockets."""
+        headers = [(name, value) for name, value in request.headers if name != b"upgrade"]
+        if len(headers) < len(request.headers):
+            request = h11.Request(
+                method=request.method, target=request.target, headers=headers, http_version=request.http_version
+            )
+        await super()._create_stream(request)
 
     async def _send_error_response(self, status_code: int) -> None:
         """Sends an error for invalid HTTP. Hypercorn closes the connection afterwards."""

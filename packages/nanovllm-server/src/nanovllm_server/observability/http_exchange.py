@@ -72,10 +72,7 @@ class HttpExchangeMiddleware:
         self._count_exchange = count_exchange
 
     async def __call__(self, scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
-        """Runs one exchange. Refuses websockets."""
-        if scope["type"] == "websocket":
-            await send({"type": "websocket.close", "code": 1000, "reason": None})
-            return
+        """Runs one exchange."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
