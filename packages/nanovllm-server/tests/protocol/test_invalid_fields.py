@@ -356,6 +356,14 @@ async def test_error_names_the_replacement_of_an_unsupported_field(post, name, r
     assert replacement in error["message"]
 
 
+async def test_error_names_the_replacement_of_a_field_of_an_earlier_openai_api(post):
+    function = {"name": "f", "parameters": {"type": "object"}}
+    for fields, replacement in (({"functions": [function]}, "tools"), ({"function_call": "auto"}, "tool_choice")):
+        (name,) = fields
+        error = await check_refusal(await post(**fields), 400, name)
+        assert error["message"] == f"{name} is not supported: use {replacement}"
+
+
 async def test_unsupported_fields_without_effect_are_accepted(post):
     harmless = {name: values[0] for name, values in HARMLESS_VALUES.items() if values}
     response = await post(

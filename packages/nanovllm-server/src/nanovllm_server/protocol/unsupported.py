@@ -16,7 +16,6 @@ HARMLESS_VALUES: dict[str, tuple[JSON, ...]] = {
     "early_stopping": (False,),
     "ec_transfer_params": ({},),
     "echo": (False,),
-    "functions": (),
     "function_call": ("none",),
     "length_penalty": (1,),
     "logits_processors": (),
@@ -53,18 +52,21 @@ REPLACEMENTS: dict[str, str] = {
     "thinking": "reasoning.enabled",
     "thinking_budget": "max_reasoning_tokens",
     "repeat_penalty": "repetition_penalty",
+    "functions": "tools",
+    "function_call": "tool_choice",
 }
 
 
 def refuse_unsupported(body: FieldReader) -> None:
     """Raises ApiError (400) for the first unsupported field."""
-    for name, replacement in REPLACEMENTS.items():
-        if body.raw(name, {"enum": [None]}) is not None:
-            raise unsupported(name, f"{name} is not supported: use {replacement}")
-    for name, harmless_values in HARMLESS_VALUES.items():
+    for name in (*REPLACEMENTS, *HARMLESS_VALUES):
+        harmless_values = HARMLESS_VALUES.get(name, ())
         value = body.raw(name, {"enum": [None, *harmless_values]})
-        if value is not None and not any(_is_same(value, harmless) for harmless in harmless_values):
-            raise unsupported(name, f"{name} is not supported: leave it out{_suggest_values(harmless_values)}")
+        if value is None or any(_is_same(value, harmless) for harmless in harmless_values):
+            continue
+        replacement = REPLACEMENTS.get(name)
+        remedy = f"use {replacement}" if replacement else f"leave it out{_suggest_values(harmless_values)}"
+        raise unsupported(name, f"{name} is not supported: {remedy}")
 
 
 def _is_same(value: JSON, other: JSON) -> bool:
