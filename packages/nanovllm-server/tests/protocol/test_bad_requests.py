@@ -171,6 +171,11 @@ async def test_checks_run_in_order_key_json_fields_model(client, service, engine
 async def test_unknown_path_is_a_404(client):
     await check_refusal(await client.post("/v1/completions", json={}), 404)
     await check_refusal(await client.get("/nothing"), 404)
+    # The base URL of this client lacks /v1.
+    error = await check_refusal(await client.post("/chat/completions", json={}), 404)
+    assert error["message"] == (
+        "the path /chat/completions does not exist; the API of this server is /v1/chat/completions"
+    )
     # A redirect would name a wrong host.
     await check_refusal(await client.post("/v1//chat/completions", json={}), 404)
 

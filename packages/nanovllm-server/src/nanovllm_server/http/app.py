@@ -27,6 +27,7 @@ from nanovllm_server.protocol.openapi import openapi_document
 from nanovllm_server.protocol.request import ChatRequest, parse_chat_request
 from nanovllm_server.protocol.response import Delta, Envelope
 
+CHAT_PATH = "/v1/chat/completions"
 BODY_TIMEOUT_S = 60  # Maximum time to read a request's body.
 # A thread parses bodies of at least this size, because parsing would block the event loop for milliseconds.
 MIN_THREADED_BODY_BYTES = 1 << 17
@@ -93,7 +94,7 @@ def create_app(service: Service) -> Quart:
 
     _add_access_checks(app, service)
     _close_connections_while_draining(app, service)
-    app.add_url_rule("/v1/chat/completions", view_func=chat_completions, methods=["POST"])
+    app.add_url_rule(CHAT_PATH, view_func=chat_completions, methods=["POST"])
     add_status_routes(app, service)
     _add_static_routes(app, service)
     app.register_error_handler(Exception, handle_error)
@@ -214,7 +215,8 @@ def _to_api_error(error: Exception, service: Service) -> ApiError:
             message = f"{request.method} is not allowed on {request.path}: use {allowed_methods}"
             return ApiError(405, message, code="method_not_allowed", headers={"Allow": allowed_methods})
         case NotFound():
-            return ApiError(404, f"the path {request.path[:200]} does not exist", code="not_found")
+            message = f"the path {request.path[:200]} does not exist; the API of this server is {CHAT_PATH}"
+            return ApiError(404, message, code="not_found")
         case HTTPException():
             return ApiError(error.code or 500, error.description or error.name)
         case _:
