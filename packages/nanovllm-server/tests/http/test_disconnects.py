@@ -4,6 +4,7 @@ import random
 from urllib.parse import urlsplit
 
 import pytest
+from loopback import connect, until
 
 from nanovllm_models.chat_formats import HERMES, THINK, ChatFormat
 from nanovllm_server.parsing.model_format import ModelFormat
@@ -90,3 +91,28 @@ async def test_disconnected_clients_leave_no_tasks_or_requests(url, streaming_se
     assert all(counts_by_reason[reason] for reason in ("tool_calls", "abort"))
     statuses = {status for (_, status), count in streaming_service.metrics.http_exchanges.items() if count}
     assert {200, 400, 499, 504} <= statuses <= {200, 400, 429, 499, 504}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("headers", "end"),
+    [
+        # Java's HTTP client sends these headers.
+        (b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQAAP__\r\n", b""),
+        (b"", b"\r\n"),
+        (b"", b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"),
+    ],
+    ids=["upgrade", "line break", "next request"],
+)
+async def test_disconnect_is_noticed_while_the_connection_reads_nothing(url, engine, service, headers, end, stream):
+    await asyncio.sleep(0.05)
+    tasks_before = asyncio.all_tasks()
+    engine.delay, engine.endless = 0.01, True
+    _, writer = await connect(url)
+    line, rest = request_bytes(random.Random(0), n=1, timeout=None, stream=stream, tools=None).split(b"\r\n", 1)
+    writer.write(line + b"\r\n" + headers + rest + end)
+    await until(lambda: engine.requests)
+    writer.close()
+    await until(lambda: service.admission.num_active == 0)
+    assert engine.num_active == 0
+    await until(lambda: not asyncio.all_tasks() - tasks_before)

@@ -4,13 +4,14 @@ import asyncio
 import re
 import socket
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import h11
 import orjson
 from hypercorn.app_wrappers import ASGIWrapper
 from hypercorn.asyncio.tcp_server import TCPServer
-from hypercorn.asyncio.worker_context import WorkerContext
+from hypercorn.asyncio.worker_context import EventWrapper, WorkerContext
 from hypercorn.config import Config
 from hypercorn.events import Closed, Event, RawData, Updated
 from hypercorn.protocol.h11 import H11Protocol
@@ -46,11 +47,34 @@ class StrictConnection(h11.Connection):
         return super().next_event()
 
 
+class ReadGate(EventWrapper):
+    """An event that lets a paused connection handle further data, or learn that the client has disconnected.
+
+    Hypercorn pauses a connection during a response if data follows the request, or if the request has the header
+    Upgrade. A paused connection reads nothing, not even the end of the data.
+    """
+
+    _is_client_gone = False
+
+    def report_disconnect(self) -> None:
+        """Makes current and later calls of `wait` raise ConnectionResetError."""
+        self._is_client_gone = True
+        self._event.set()
+
+    async def wait(self) -> None:
+        """Waits until the event is set. Raises ConnectionResetError if the client disconnects."""
+        if not self._is_client_gone:
+            await super().wait()
+        if self._is_client_gone:
+            raise ConnectionResetError
+
+
 class Http1Protocol(H11Protocol):
     """Supports only HTTP/1.1, because Hypercorn never closes idle HTTP/2 connections."""
 
-    def __init__(self, *arguments: Any):
+    def __init__(self, read_gate: ReadGate, *arguments: Any):
         super().__init__(*arguments)
+        self.can_read = read_gate
         max_head_bytes = self.config.h11_max_incomplete_size
         self.connection = StrictConnection(h11.SERVER, max_incomplete_event_size=max_head_bytes)
 
@@ -80,12 +104,13 @@ class Http1Protocol(H11Protocol):
 
 
 class SmallReadProtocol(asyncio.BufferedProtocol):
-    """Passes received data to a stream in parts of at most `MAX_READ_BYTES`."""
+    """Passes received data to a stream in parts of at most `MAX_READ_BYTES`. Reports a disconnect to `read_gate`."""
 
     # All connections can share one buffer: the event loop calls `buffer_updated` right after filling the buffer.
     _buffer = memoryview(bytearray(MAX_READ_BYTES))
 
-    def __init__(self, on_connect: Callable[[asyncio.StreamReader, asyncio.StreamWriter], None]):
+    def __init__(self, read_gate: ReadGate, on_connect: Callable[[asyncio.StreamReader, asyncio.StreamWriter], None]):
+        self._read_gate = read_gate
         # A `StreamReader` pauses its connection above 2 * `limit` bytes.
         reader = asyncio.StreamReader(limit=MAX_READ_BYTES // 4)
         self._stream = asyncio.StreamReaderProtocol(reader, on_connect)
@@ -106,10 +131,12 @@ class SmallReadProtocol(asyncio.BufferedProtocol):
 
     def eof_received(self) -> bool | None:
         """Called by the event loop."""
+        self._read_gate.report_disconnect()
         return self._stream.eof_received()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Called by the event loop."""
+        self._read_gate.report_disconnect()
         self._stream.connection_lost(exc)
 
 
@@ -119,9 +146,14 @@ class HttpConnection(TCPServer):
     write_timeout_s = WRITE_TIMEOUT_S
     _is_client_gone = False
 
+    def __init__(self, read_gate: ReadGate, *arguments: Any):
+        super().__init__(*arguments)
+        self._read_gate = read_gate
+
     async def _read_data(self) -> None:
         protocol_wrapper = self.protocol
         protocol_wrapper.protocol = Http1Protocol(
+            self._read_gate,
             protocol_wrapper.app,
             protocol_wrapper.config,
             protocol_wrapper.context,
@@ -132,7 +164,10 @@ class HttpConnection(TCPServer):
             protocol_wrapper.server,
             protocol_wrapper.send,
         )
-        await super()._read_data()
+        try:
+            await super()._read_data()
+        except ConnectionResetError:
+            await protocol_wrapper.handle(Closed())
         # Without this flag, the end of a running request would restart the idle timeout.
         self._is_client_gone = True
         await self.idle_task.stop()
@@ -166,13 +201,13 @@ async def serve(
     tasks: set[asyncio.Task[None]] = set()
     app_wrapper = ASGIWrapper(app)
 
-    async def serve_connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        connection = HttpConnection(app_wrapper, loop, config, context, {}, reader, writer)
+    async def serve_connection(read_gate: ReadGate, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connection = HttpConnection(read_gate, app_wrapper, loop, config, context, {}, reader, writer)
         connection.write_timeout_s = write_timeout_s
         await connection
 
-    def on_connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = loop.create_task(serve_connection(reader, writer))
+    def on_connect(read_gate: ReadGate, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = loop.create_task(serve_connection(read_gate, reader, writer))
         tasks.add(task)
         task.add_done_callback(on_end)
 
@@ -181,7 +216,11 @@ async def serve(
         if not task.cancelled() and (error := task.exception()) is not None and not _is_disconnect(error):
             loop.call_exception_handler({"message": "a connection failed", "exception": error, "task": task})
 
-    server = await loop.create_server(lambda: SmallReadProtocol(on_connect), sock=listener, backlog=BACKLOG)
+    def make_protocol() -> SmallReadProtocol:
+        read_gate = ReadGate()
+        return SmallReadProtocol(read_gate, partial(on_connect, read_gate))
+
+    server = await loop.create_server(make_protocol, sock=listener, backlog=BACKLOG)
     try:
         await wait_for_stop()
     finally:
