@@ -103,7 +103,11 @@ def test_whitespace_is_bounded_wherever_a_structural_tag_has_json():
         ("ebnf", "rot ::= [a]", 'this EBNF grammar can\'t be compiled: .*"root" is not found'),
         ("structural_tag", "[]", "this structural tag can't be compiled: a structural tag must be a JSON object"),
         ("structural_tag", '{"type": "structural_tag"}', "this structural tag can't be compiled"),
-        ("structural_tag", '{"type": "structural_tag", "format": {"type": "x"}}', "this structural tag can't be"),
+        (
+            "structural_tag",
+            '{"type": "structural_tag", "format": {"type": "x"}}',
+            "this structural tag can't be compiled: Invalid structural tag error: Format type not recognized: x$",
+        ),
     ],
 )
 def test_grammar_that_cannot_be_compiled_has_a_one_line_error(compiler, kind, source, message):

@@ -37,8 +37,9 @@ MAX_CACHED_RULE_LENGTH = 20_000
 _MAX_REASON_LENGTH = 500
 # A structural tag is a tree of formats. These fields of a format contain its child formats.
 _INNER_FORMAT_FIELDS = ("content", "elements", "tags")
-# The prefix of xgrammar's error messages, such as "[12:00:00] /project/cpp/grammar_parser.cc:83: ".
-_SOURCE_LOCATION = re.compile(r"^\[[\d:]+\] \S+:\d+: ")
+# The prefix of error messages of xgrammar, such as "[12:00:00] /project/cpp/grammar_parser.cc:83: ". A failed check in
+# C++ may follow: "Check failed: (CONDITION) is false: ".
+_SOURCE_LOCATION = re.compile(r"^\[[\d:]+\] \S+:\d+: (?:Check failed: \(.*?\) is false: (?=\S))?")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
