@@ -45,7 +45,7 @@ class SamplingParams:
     frequency_penalty: OpenAI's penalty on each occurrence of a token in the output; 0 for off.
     repetition_penalty: penalty on prompt and output tokens; 1 for off (Keskar et al. 2019).
     logit_bias: numbers to add to logits, by token id.
-    min_tokens: the first `min_tokens` output tokens can't be end-of-sequence or stop tokens.
+    min_tokens: the first `min_tokens` output tokens can't be tokens that stop the request.
     ignore_eos: do not stop at the model's end-of-sequence tokens.
     stop_token_ids: additional token ids that stop the request. The output includes the stop token.
     forbidden_sequences: sequences of token ids that the output may not contain.
