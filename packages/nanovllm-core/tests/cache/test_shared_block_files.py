@@ -6,8 +6,9 @@ import threading
 from pathlib import Path
 
 import pytest
-from block_payloads import HASHES, PAYLOAD_BYTES, path_of, payload_of, read, scan, sum_sizes
+from block_payloads import AMPLE_BYTES, HASHES, PAYLOAD_BYTES, path_of, payload_of, read, scan, sum_sizes
 
+from nanovllm_core.cache.block_files import BlockFiles
 from nanovllm_core.cache.shared_directory import try_lock
 
 
@@ -128,6 +129,20 @@ def test_clear_removes_the_files_of_one_identity(open_files, directory):
     assert not first.contains(HASHES[0])
     assert read(first, HASHES[0]) is None
     assert read(second, HASHES[0]) == payload_of(HASHES[0])
+
+
+def test_clear_stops_no_writes_if_another_engine_has_delayed_the_first_scan(directory):
+    directory.mkdir(mode=0o700)
+    with try_lock(directory):
+        files = BlockFiles(directory, AMPLE_BYTES, b"model", PAYLOAD_BYTES)
+        files.clear()
+    try:
+        scan(files)
+        files.write(HASHES[0], payload_of(HASHES[0]))
+        assert files.contains(HASHES[0])
+        assert files.counts.num_write_errors == 0
+    finally:
+        files.close()
 
 
 def test_threads_share_a_store(open_files, directory):

@@ -163,6 +163,8 @@ class BlockFiles:
             for path in self._folder.iterdir():
                 if is_block_file(path.name):
                     path.unlink(missing_ok=True)
+        except FileNotFoundError:  # The first scan has not created the folder yet: there are no files.
+            pass
         except OSError as error:
             self._suspend_writes(error)
 
