@@ -125,9 +125,10 @@ def test_fields_left_out_have_the_defaults_of_transformers(module, config_class,
     fields = read_fields(tmp_path / "config.json")
     ours, theirs = module.parse_config(fields), getattr(transformers, config_class)()
     names = {"vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"} | {
-        *("num_key_value_heads", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings")
+        *("num_key_value_heads", "rms_norm_eps", "tie_word_embeddings")
     }
     assert {name: getattr(ours, name) for name in names} == {name: getattr(theirs, name) for name in names}
+    assert ours.max_position == theirs.max_position_embeddings
     assert ours.rotary.theta == theirs.rope_parameters["rope_theta"]
     moe_config = module.parse_moe_config(fields, *([24] if module is qwen3_moe else []))
     assert (moe_config.num_experts, moe_config.routing.top_k) == (theirs.num_local_experts, theirs.num_experts_per_tok)
