@@ -26,6 +26,9 @@ MAX_RANKS = 16  # ranks of one engine
 MAX_DRAFTS = BLOCK_SIZES[0] - 1
 # A step with drafts may have this many tokens even if `max_num_seqs` is smaller, see `max_draft_step_tokens`.
 MIN_DRAFT_STEP_LIMIT = 64
+DEFAULT_MAX_NUM_SEQS: dict[Device, int] = {"cpu": 64, "cuda": 256}
+# The default is larger if `max_num_seqs` needs more.
+DEFAULT_MAX_BATCHED_TOKENS: dict[Device, int] = {"cpu": 1024, "cuda": 8192}
 # Default time limit of a step without decodes. A shorter limit reduces the throughput of prompts. A longer limit delays
 # new requests, which may wait for two steps in flight.
 PROMPT_STEP_LIMIT_S: dict[Device, float] = {"cpu": 0.5, "cuda": 0.16}
@@ -153,12 +156,14 @@ class EngineConfig(SharedSettings):
         "maximum number of prompt and output tokens of a request; by default the maximum of the model or the cache",
     ] = None
     max_num_seqs: Annotated[
-        int | None, "maximum number of requests that run at once; by default 256 on a GPU and 64 on a CPU"
+        int | None,
+        f"maximum number of requests that run at once; by default {DEFAULT_MAX_NUM_SEQS['cuda']} on a GPU and "
+        f"{DEFAULT_MAX_NUM_SEQS['cpu']} on a CPU",
     ] = None
     max_num_batched_tokens: Annotated[
         int | None,
-        "maximum number of tokens that a step computes; by default 8192 on a GPU and 1024 on a CPU, or more if "
-        "max_num_seqs needs more",
+        f"maximum number of tokens that a step computes; by default {DEFAULT_MAX_BATCHED_TOKENS['cuda']} on a GPU and "
+        f"{DEFAULT_MAX_BATCHED_TOKENS['cpu']} on a CPU, or more if max_num_seqs needs more",
     ] = None
     depth: Annotated[
         Literal[1, 2] | None,

@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Any, cast, get_args
 
 from nanovllm_core.config import (
     BLOCK_SIZES,
+    DEFAULT_MAX_BATCHED_TOKENS,
+    DEFAULT_MAX_NUM_SEQS,
     MAX_DRAFTS,
     MAX_RANKS,
     AttentionBackend,
@@ -196,7 +198,7 @@ def _resolve_batch(config: EngineConfig, device: Device) -> tuple[int, int]:
     # Besides the decodes, each step must have space for one block of tokens per group. If not, prompts might never run.
     min_prompt_tokens = num_groups * (config.block_size or BLOCK_SIZES[0])
     if max_num_seqs is None:
-        default = 256 if device == "cuda" else 64
+        default = DEFAULT_MAX_NUM_SEQS[device]
         max_num_seqs = default if token_budget is None else max(min(default, token_budget - min_prompt_tokens), 1)
         max_num_seqs = max(max_num_seqs - max_num_seqs % num_groups, num_groups)
     _require(max_num_seqs >= 1, "max_num_seqs", max_num_seqs, "at least 1")
@@ -209,7 +211,7 @@ def _resolve_batch(config: EngineConfig, device: Device) -> tuple[int, int]:
     )
     min_budget = max_num_seqs + min_prompt_tokens
     if token_budget is None:
-        token_budget = max(8192 if device == "cuda" else 1024, min_budget)
+        token_budget = max(DEFAULT_MAX_BATCHED_TOKENS[device], min_budget)
     min_prompt_text = "block_size" if num_groups == 1 else "tensor_parallel_size * block_size"
     valid_budgets = f"at least max_num_seqs + {min_prompt_text} = {min_budget}"
     _require(token_budget >= min_budget, "max_num_batched_tokens", token_budget, valid_budgets)

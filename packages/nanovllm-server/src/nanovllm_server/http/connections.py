@@ -144,7 +144,7 @@ class HttpConnection(TCPServer):
     """Serves one client. Closes the connection when the client disconnects, without waiting for the idle timeout."""
 
     write_timeout_s = WRITE_TIMEOUT_S
-    _is_client_gone = False
+    _has_stopped_reading = False
 
     def __init__(self, read_gate: ReadGate, *arguments: Any):
         super().__init__(*arguments)
@@ -169,12 +169,12 @@ class HttpConnection(TCPServer):
         except ConnectionResetError:
             await protocol_wrapper.handle(Closed())
         # Without this flag, the end of a running request would restart the idle timeout.
-        self._is_client_gone = True
+        self._has_stopped_reading = True
         await self.idle_task.stop()
 
     async def protocol_send(self, event: Event) -> None:
         """Sends the event. Drops the client if the write takes longer than `write_timeout_s`."""
-        if self._is_client_gone and isinstance(event, Updated):
+        if self._has_stopped_reading and isinstance(event, Updated):
             return
         if not isinstance(event, RawData):
             await super().protocol_send(event)
